@@ -1,0 +1,222 @@
+#!/usr/bin/env bash
+# Everything a person does with this project, one command each: ./build.sh --help
+# A command is a function cmd_NAME with a help text help_NAME whose first line is its summary.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+VENV="$ROOT/.venv"
+CACHE="$ROOT/.cache"
+SERVER_HOME="$ROOT/.server"
+# The Python backend keeps its tensors in /dev/shm: some windows per song in flight, and its regions never shrink.
+SHM_MIN_MIB="${MUSIC3_SHM_MIN_MIB:-256}"
+START_TIMEOUT_S="${MUSIC3_START_TIMEOUT_S:-1800}"
+
+say() { printf '%s\n' "build.sh: $*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+
+# shellcheck source=scripts/environment.sh
+source "$ROOT/scripts/environment.sh"
+# shellcheck source=scripts/server.sh
+source "$ROOT/scripts/server.sh"
+
+# ---------------------------------------------------------------- env and serve
+
+help_env() {
+  cat <<'TEXT'
+Make the Python environment and the server (.venv, .server); nothing to do the second time.
+Usage: ./build.sh env
+
+Downloads about 400 MB the first time (several GB where pip finds only PyTorch's CUDA build), into this
+folder alone. `tritonserver` on PATH, as in Triton's container, is used as it is. A missing system library
+is installed with the system's package manager when run as root, else the command to run is named.
+MUSIC3_PYTHON   the interpreter to use; otherwise python3.11, python3.12, python3.10 or python3 on PATH
+TEXT
+}
+cmd_env() { locked base_environment; }
+
+help_serve() {
+  cat <<'TEXT'
+Run the server in the foreground; Ctrl-C stops it.
+Usage: ./build.sh serve [options] [-- tritonserver options]
+
+  --checkpoint DIR      the official checkpoint; default MUSIC3_CHECKPOINT, else a small random one is made
+  --host ADDRESS        address to listen on (default 127.0.0.1: this machine alone)
+  --http-port N         default 8000
+  --grpc-port N         default 8001
+  --metrics-port N      default 8002
+  --repository DIR      default model_repository/
+
+Shared memory of servers that died is removed first. /dev/shm must have 256 MiB free (MUSIC3_SHM_MIN_MIB).
+TEXT
+}
+cmd_serve() {
+  local host=127.0.0.1 http=8000 grpc=8001 metrics=8002 repository="$ROOT/model_repository" libpython site
+  local checkpoint="${MUSIC3_CHECKPOINT:-}"
+  while (($#)); do
+    case "$1" in
+      --checkpoint | --host | --http-port | --grpc-port | --metrics-port | --repository)
+        (($# > 1)) || die "serve: $1 needs a value"
+        ;;&
+      --checkpoint) checkpoint="$2" ;;
+      --host) host="$2" ;;
+      --http-port) http="$2" ;;
+      --grpc-port) grpc="$2" ;;
+      --metrics-port) metrics="$2" ;;
+      --repository) repository="$2" ;;
+      --)
+        shift
+        break
+        ;;
+      *) die "serve: unknown option $1 (./build.sh serve --help)" ;;
+    esac
+    shift 2
+  done
+  [[ -d "$repository" ]] || die "serve: there is no model repository $repository"
+  if [[ -n "$checkpoint" ]]; then
+    [[ -d "$checkpoint" ]] || die "serve: there is no checkpoint folder $checkpoint"
+    checkpoint="$(cd "$checkpoint" && pwd)"
+  fi
+  locked base_environment
+  if [[ -z "$checkpoint" ]]; then
+    say "no --checkpoint and no MUSIC3_CHECKPOINT: serving a small random model (noise, not music)"
+    locked make_tiny_checkpoint
+    checkpoint="$CACHE/tiny"
+  fi
+  clear_shared_memory
+  check_shared_memory
+
+  local arguments=(
+    --model-repository "$repository"
+    --http-address "$host" --http-port "$http"
+    --grpc-address "$host" --grpc-port "$grpc"
+    --metrics-address "$host" --metrics-port "$metrics"
+  )
+  have_nvidia_gpu || arguments+=(--allow-gpu-metrics false)
+  export MUSIC3_CHECKPOINT="$checkpoint"
+  # The stub takes the environment of the first python3 on PATH, and only that.
+  export PATH="$VENV/bin:$PATH"
+  local program=tritonserver
+  if ! have_tritonserver; then
+    site="$(site_packages)"
+    libpython="$(libpython_folder "$VENV/bin/python")" || die "libpython is gone; remove .venv and run ./build.sh env"
+    LD_LIBRARY_PATH="$site/nvidia_pytriton.libs${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    [[ "$libpython" == system ]] || LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$libpython"
+    export LD_LIBRARY_PATH
+    program="$site/pytriton/tritonserver/bin/tritonserver"
+    arguments+=(--backend-directory "$SERVER_HOME/backends")
+  fi
+  say "serving $checkpoint on $host: HTTP $http, gRPC $grpc, metrics $metrics"
+  exec "$program" "${arguments[@]}" "$@"
+}
+
+# ---------------------------------------------------------------- demo, client, test, lint
+
+DEMO_CAPTION="Warm acoustic folk, finger-picked guitar, brushed drums, a soft female voice"
+DEMO_LYRICS="[Verse]
+The river learns the colour of the sky
+And carries every morning slowly by
+[Chorus]
+Stay a while, the light is on the water"
+
+help_demo() {
+  cat <<'TEXT'
+Build what is needed, start the server, stream one song of 250 frames to song.wav, stop the server.
+Usage: ./build.sh demo [client options]
+
+The last line says what came: frames, samples, rate, time to first audio, total time and real-time factor.
+MUSIC3_CHECKPOINT=DIR ./build.sh demo    sings with the official weights instead of a small random model
+TEXT
+}
+cmd_demo() {
+  local http grpc metrics log="$CACHE/demo-server.log" pid summary status=0
+  cmd_env
+  read -r http grpc metrics < <(free_ports)
+  say "starting the server on free ports (log: .cache/demo-server.log)"
+  "$ROOT/build.sh" serve --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" >"$log" 2>&1 </dev/null &
+  pid=$!
+  # shellcheck disable=SC2064 # this pid, now
+  trap "stop_server $pid" EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  wait_for_server "$pid" "$http" "$log"
+  summary="$("$VENV/bin/python" -m client.cli --url "127.0.0.1:$grpc" --caption "$DEMO_CAPTION" --lyrics "$DEMO_LYRICS" \
+    --max-frames 250 --out "$ROOT/song.wav" "$@")" || status=$?
+  if ((status)); then
+    tail -n 20 "$log" >&2
+    die "the client failed with exit code $status; the end of the server's log is above"
+  fi
+  stop_server "$pid"
+  trap - EXIT
+  printf '%s\n' "$summary"
+}
+
+help_client() {
+  cat <<'TEXT'
+Stream songs from a running server to files (all options: ./build.sh client --help).
+TEXT
+}
+cmd_client() {
+  cmd_env
+  exec "$VENV/bin/python" -m client.cli "$@"
+}
+
+help_test() {
+  cat <<'TEXT'
+Run the tests, those through the real server too.
+Usage: ./build.sh test [pytest arguments]
+TEXT
+}
+cmd_test() {
+  locked test_environment
+  cd "$ROOT"
+  exec "$VENV/bin/python" -m pytest "$@"
+}
+
+help_lint() {
+  cat <<'TEXT'
+Check format and style of Python and shell files; --fix formats them.
+Usage: ./build.sh lint [--fix]
+TEXT
+}
+cmd_lint() {
+  locked test_environment
+  cd "$ROOT"
+  if [[ "${1:-}" == --fix ]]; then
+    "$VENV/bin/ruff" format .
+    "$VENV/bin/ruff" check --fix .
+  else
+    "$VENV/bin/ruff" format --check .
+    "$VENV/bin/ruff" check .
+  fi
+  "$VENV/bin/shellcheck" --external-sources build.sh .ci/run
+}
+
+# ---------------------------------------------------------------- dispatch
+
+usage() {
+  local name
+  printf 'Usage: ./build.sh COMMAND [arguments]\n\n'
+  for name in $(declare -F | sed -n 's/^declare -f cmd_//p'); do
+    printf '  %-10s %s\n' "${name//_/-}" "$("help_$name" | head -1)"
+  done
+  printf '\n./build.sh COMMAND --help says more.\n'
+}
+
+main() {
+  local command="${1:---help}" name
+  case "$command" in -h | --help | help) usage && return ;; esac
+  shift
+  name="${command//-/_}"
+  if ! declare -F "cmd_$name" >/dev/null; then
+    usage >&2
+    die "there is no command $command"
+  fi
+  # The client has a --help of its own, with all its options.
+  if [[ "$name" != client && ("${1:-}" == -h || "${1:-}" == --help) ]]; then "help_$name" && return; fi
+  "cmd_$name" "$@"
+}
+
+main "$@"
