@@ -14,6 +14,9 @@ C0_CODES: Final = 16384
 RESIDUAL_CODES: Final = 1024
 MAX_SONG_FRAMES: Final = 9000
 
+# The two published implementations that can be matched; they differ in a few places. The first is the default.
+PROFILES: Final = ("vllm-omni", "sglang-omni")
+
 # Prompt and context, in tokens of the backbone.
 MAX_PROMPT_TOKENS: Final = 5000
 CONTEXT_TOKENS: Final = 10240
@@ -21,8 +24,13 @@ CONTEXT_TOKENS: Final = 10240
 # last frame and the lead-in frame of the `sglang-omni` profile fit as well.
 CONTEXT_RESERVE_TOKENS: Final = 2
 MAX_CAPTION_CHARACTERS: Final = 20_000
+# A bound on work, not on music: 20 characters for each of the 5,000 tokens, where English has 4 to 5 and
+# Chinese 1 to 2. Only lyrics made of padding, or of words that are dropped anyway, could need more.
+MAX_LYRICS_CHARACTERS: Final = 100_000
 
-# Token ids. The nine named ones are verified against the tokenizer at start.
+# Token ids. The nine named ones are verified against the tokenizer at start. Text is below TEXT_TOKENS,
+# everything that steers the model is at or above it.
+TEXT_TOKENS: Final = 151643
 IM_START: Final = 151644
 IM_END: Final = 151645
 AUDIO_CFG: Final = 151654
@@ -68,3 +76,7 @@ PROMPT_SIGMA: Final = 1e-6
 VOCODER_RATE_HZ: Final = 44_100
 OUTPUT_RATE_HZ: Final = 32_000
 CHANNELS: Final = 2
+AUDIO_ENCODINGS: Final = ("f32", "s16", "s16_base64")
+MAX_SEED: Final = 2**63 - 1
+# 44,100 and 32,000 Hz meet every 441 and 320 samples; the resampler works in such blocks.
+RESAMPLER_BLOCK_SAMPLES: Final = 441
