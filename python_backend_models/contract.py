@@ -1,7 +1,7 @@
 """Facts of the MiniMax Music 3 checkpoint and of what a client gets. None of them is a knob.
 
-Source: the official component configs (revision fbdf52fb) and the published implementations that agree on them
-(vllm-omni 0.30.0, sglang-omni, diffusers 0.42.1). Sizes that a small checkpoint may change
+Source: the official component configs (revision fbdf52fb) and the published implementations that agree on
+them (vllm-omni 0.30.0, sglang-omni, diffusers 0.42.1). Sizes that a small checkpoint may change
 (widths, depths) are read from its config.json files and are not here.
 """
 
