@@ -150,8 +150,7 @@ class FlowEngine:
             )
         condition = self._encoder(window.hidden[None].to(self.device))[0]
         channels, latents = self._transformer.latent_channels, condition.shape[1]
-        generator = torch.Generator(self.device).manual_seed(noise_seed(window.seed, window.window_index))
-        noise = torch.randn(channels, latents, generator=generator, device=self.device)
+        noise = draw_noise(window.seed, window.window_index, (channels, latents), device=self.device)
         prompt = noise[:, :0]
         if window.carry is not None:
             given = [list(window.carry.latent.shape), list(window.carry.condition.shape)]
@@ -328,6 +327,12 @@ def noise_seed(seed: int, window_index: int) -> int:
         message += len(label).to_bytes(4, "little") + label
     digest = hashlib.blake2b(message, digest_size=8, person=_SEED_PERSON).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)
+
+
+def draw_noise(seed: int, window_index: int, shape: tuple[int, int], *, device: torch.device) -> Tensor:
+    """Standard normal noise a window starts from, `[channels, latents]`, from the device's own generator."""
+    generator = torch.Generator(device).manual_seed(noise_seed(seed, window_index))
+    return torch.randn(shape, generator=generator, device=device)
 
 
 def _carry_of(latent: Tensor, condition: Tensor) -> Carry:
