@@ -4,7 +4,7 @@ Knows no cache layout: attention is a callable that stores a layer's keys and va
 stored. Source: the Qwen3 architecture as in transformers; sizes from `language_model/config.json`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ DRAWABLE_COLUMNS = 1 + C0_CODES
 
 
 class Attend(Protocol):
-    """Stores `keys`, `values` of this call's tokens and attends with `queries` over all stored so far, causally.
+    """Stores this call's keys and values, and attends with its queries over all stored so far, causally.
 
     Shapes: queries `[rows, tokens, heads, head_dim]`, keys and values `[rows, tokens, kv_heads, head_dim]`;
     returns `[rows, tokens, heads, head_dim]`. The softmax scale is `head_dim ** -0.5`.
@@ -217,19 +217,20 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint names to this module's: q, k and v become one matrix, the head keeps its drawable rows."""
-    converted: dict[str, Tensor] = {}
     for name in tensors:
         if name == "lm_head.weight":
             head = tensors[name]
-            converted[name] = torch.cat(
-                (head[AUDIO_END : AUDIO_END + 1], head[C0_TOKEN_OFFSET : C0_TOKEN_OFFSET + C0_CODES])
+            yield (
+                name,
+                torch.cat(
+                    (head[AUDIO_END : AUDIO_END + 1], head[C0_TOKEN_OFFSET : C0_TOKEN_OFFSET + C0_CODES])
+                ),
             )
         elif name.endswith("self_attn.q_proj.weight"):
             prefix = name.removesuffix("q_proj.weight")
             parts = [tensors[f"{prefix}{part}_proj.weight"] for part in "qkv"]
-            converted[f"{prefix}qkv_proj.weight"] = torch.cat(parts)
+            yield f"{prefix}qkv_proj.weight", torch.cat(parts)
         elif not name.endswith(("k_proj.weight", "v_proj.weight")):
-            converted[name] = tensors[name]
-    return converted
+            yield name, tensors[name]

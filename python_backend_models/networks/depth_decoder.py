@@ -6,7 +6,7 @@ most, so the cache is eight slots that live for one frame. Source: vllm-omni 0.3
 `rvq_depth_decoder/config.json`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,15 +134,11 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint names to this module's: q, k and v of each layer become one matrix."""
-    converted: dict[str, Tensor] = {}
     for name in tensors:
         if name.endswith("attn.to_q.weight"):
             prefix = name.removesuffix("q.weight")
-            converted[f"{prefix}qkv.weight"] = torch.cat(
-                [tensors[f"{prefix}{part}.weight"] for part in "qkv"]
-            )
+            yield f"{prefix}qkv.weight", torch.cat([tensors[f"{prefix}{part}.weight"] for part in "qkv"])
         elif not name.endswith(("attn.to_k.weight", "attn.to_v.weight")):
-            converted[name] = tensors[name]
-    return converted
+            yield name, tensors[name]
