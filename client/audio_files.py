@@ -13,8 +13,8 @@ import soundfile
 
 from client.errors import InvalidRequest
 from client.wire import AudioEncoding
+from python_backend_models.contract import CHANNELS
 
-CHANNELS: Final = 2
 # ending -> libsndfile's format and subtype; WAV is written here.
 _SOUNDFILE_FORMATS: Final[dict[str, tuple[str, str]]] = {
     ".flac": ("FLAC", "PCM_16"),
@@ -62,13 +62,6 @@ def open_sink(path: Path, *, sample_rate_hz: int, dtype: np.dtype) -> AudioSink:
     return _SoundFileWriter(path, ending, sample_rate_hz)
 
 
-def to_int16(audio: np.ndarray) -> np.ndarray:
-    """floor(32768 x), saturated: the server's own rule for its 16-bit samples."""
-    if audio.dtype == np.int16:
-        return audio
-    return np.clip(np.floor(audio * np.float32(32768)), -32768, 32767).astype(np.int16)
-
-
 class WavWriter:
     """Stereo WAV, 16-bit PCM or 32-bit float by `dtype`, to a file or to a pipe."""
 
@@ -77,6 +70,7 @@ class WavWriter:
         self._file, self._rate_hz, self._dtype = file, sample_rate_hz, np.dtype(dtype).newbyteorder("<")
         self._seekable = file.seekable()
         self._file.write(self._header(0 if self._seekable else _UNKNOWN_BYTES))
+        self._file.flush()
 
     def write(self, audio: np.ndarray) -> None:
         """Appends `[samples, 2]`; the file is a valid WAV again when this returns."""

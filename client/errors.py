@@ -77,7 +77,7 @@ def from_status(
     if code is grpc.StatusCode.UNAVAILABLE:
         return _unavailable(details, url=url, frames_done=frames_done)
     if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
-        return _no_such_model(details, url=url, model=model)
+        return _no_such_model(details, url=url, model=model, frames_done=frames_done)
     return ServerError(
         details, advice="The server's log has the details; other songs go on.", frames_done=frames_done
     )
@@ -87,7 +87,7 @@ def from_message(message: str, *, url: str, model: str, frames_done: int = 0) ->
     """The exception for an error text that came without a status (Triton's own checks of a request)."""
     text = message.lower()
     if "unknown model" in text or ("model" in text and "not found" in text):
-        return _no_such_model(message, url=url, model=model)
+        return _no_such_model(message, url=url, model=model, frames_done=frames_done)
     if "not ready" in text or "unavailable" in text or "maximum queue size" in text:
         return _unavailable(message, url=url, frames_done=frames_done)
     if "unexpected" in text or "expected" in text or "missing" in text:
@@ -113,8 +113,9 @@ def _unavailable(details: str, *, url: str, frames_done: int) -> ServerUnavailab
     )
 
 
-def _no_such_model(details: str, *, url: str, model: str) -> ServerUnavailable:
+def _no_such_model(details: str, *, url: str, model: str, frames_done: int) -> ServerUnavailable:
     return ServerUnavailable(
         f"{url} does not serve the model {model!r} ({details})",
         advice="Start the server on this project's model_repository, or name the model it serves.",
+        frames_done=frames_done,
     )

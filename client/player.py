@@ -10,8 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from client.audio_files import CHANNELS, WavWriter, to_int16
+from client.audio_files import WavWriter
 from client.errors import InvalidRequest
+from python_backend_models.contract import CHANNELS
+from python_backend_models.pcm import to_int16
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Player:
     def write(self, audio: np.ndarray) -> None:
         """Queues `[samples, 2]`, int16 or float32; returns at once."""
         self.samples += len(audio)
-        self._queue.put(to_int16(audio))
+        self._queue.put(audio if audio.dtype == np.int16 else to_int16(audio, profile="vllm-omni"))
 
     def stop(self) -> None:
         """Silence at once, from any thread."""

@@ -1,0 +1,331 @@
+"""Both clients against a server that is slow, silent, broken or gone; each test runs once per client."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from client import (
+    AsyncMusic3Client,
+    Cancelled,
+    Chunk,
+    DeadlinePassed,
+    InvalidRequest,
+    Music3Client,
+    Music3Error,
+    ServerError,
+    ServerUnavailable,
+    Song,
+)
+from tests.client.fake_server import (
+    FakeServer,
+    Message,
+    Request,
+    Script,
+    chunk_message,
+    empty_message,
+    error_message,
+    read_inputs,
+    song_audio,
+    song_messages,
+)
+
+Collect = Callable[..., list[Chunk]]
+Generate = Callable[..., Song]
+
+
+def collect_sync(url: str, *, into: list[Chunk] | None = None, **options: object) -> list[Chunk]:
+    chunks = into if into is not None else []
+    with Music3Client(url) as client:
+        for chunk in client.stream("caption", "lyrics", **options):
+            chunks.append(chunk)
+    return chunks
+
+
+def collect_async(url: str, *, into: list[Chunk] | None = None, **options: object) -> list[Chunk]:
+    chunks = into if into is not None else []
+
+    async def main() -> None:
+        async with AsyncMusic3Client(url) as client:
+            async for chunk in client.stream("caption", "lyrics", **options):
+                chunks.append(chunk)
+
+    asyncio.run(main())
+    return chunks
+
+
+@pytest.fixture(params=[collect_sync, collect_async], ids=["sync", "asyncio"])
+def collect(request: pytest.FixtureRequest) -> Collect:
+    return request.param
+
+
+def whole(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+    yield from song_messages(request, warnings=("line 2: words dropped",))
+
+
+@pytest.mark.parametrize("frames", [1, 100, 250])
+def test_song_arrives_whole(collect: Collect, frames: int) -> None:
+    with FakeServer(whole) as server:
+        chunks = collect(server.url, seed=7, max_frames=frames, audio_encoding="s16", request_id="mine")
+    np.testing.assert_array_equal(np.concatenate([chunk.audio for chunk in chunks]), song_audio(frames, 7))
+    assert [chunk.frames_done for chunk in chunks] == [*range(100, frames, 100), frames]
+    assert {chunk.frame_cap for chunk in chunks} == {frames}
+    assert {chunk.sample_rate_hz for chunk in chunks} == {32_000}
+    assert [chunk.warnings for chunk in chunks] == [("line 2: words dropped",)] + [()] * (len(chunks) - 1)
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    elapsed = [chunk.elapsed_s for chunk in chunks]
+    assert elapsed == sorted(elapsed)
+    (request,) = server.requests
+    assert request.id == "mine"
+    assert read_inputs(request) == {
+        "caption": "caption",
+        "lyrics": "lyrics",
+        "seed": 7,
+        "max_frames": frames,
+        "audio_encoding": "s16",
+    }
+    assert server.metadata[0]["triton_grpc_error"] == "true"
+
+
+def test_chunks_come_as_they_are_sent_however_slow_the_server(collect: Collect) -> None:
+    """MiniMax cli #130: an empty first message, then nothing for long, then the song."""
+    received = threading.Semaphore(0)
+
+    class Noticing(list[Chunk]):
+        def append(self, chunk: Chunk) -> None:
+            super().append(chunk)
+            received.release()
+
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        yield empty_message(request.id)
+        time.sleep(0.5)
+        for message in song_messages(request):
+            yield message
+            # The next chunk leaves only once this one is in the caller's hands: a burst would hang here.
+            if message.infer_response.outputs:
+                assert received.acquire(timeout=10)
+
+    with FakeServer(script) as server:
+        chunks = collect(server.url, into=Noticing(), max_frames=350, audio_encoding="s16")
+    np.testing.assert_array_equal(np.concatenate([chunk.audio for chunk in chunks]), song_audio(350, 0))
+
+
+def test_empty_audio_in_the_middle_loses_nothing(collect: Collect) -> None:
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        first, *rest = song_messages(request)
+        yield first
+        yield chunk_message(request.id, None, encoding="s16", progress=(100, 250))
+        yield chunk_message(request.id, np.zeros((0, 2), np.int16), encoding="s16", progress=(100, 250))
+        yield from rest
+
+    with FakeServer(script) as server:
+        chunks = collect(server.url, max_frames=250, audio_encoding="s16")
+    np.testing.assert_array_equal(np.concatenate([chunk.audio for chunk in chunks]), song_audio(250, 0))
+
+
+def aborting(code: grpc.StatusCode, text: str, *, after_chunks: int = 0) -> Script:
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        for _, message in zip(range(after_chunks), song_messages(request), strict=False):
+            yield message
+        context.abort(code, text)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "advice"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest, ""),
+        (grpc.StatusCode.UNAVAILABLE, ServerUnavailable, "Ask again"),
+        (grpc.StatusCode.CANCELLED, Cancelled, ""),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlinePassed, "deadline_s"),
+        (grpc.StatusCode.INTERNAL, ServerError, "log"),
+        (grpc.StatusCode.NOT_FOUND, ServerUnavailable, "model_repository"),
+        (grpc.StatusCode.UNKNOWN, ServerError, "log"),
+    ],
+)
+@pytest.mark.parametrize("after_chunks", [0, 2])
+def test_every_status_has_its_exception(
+    collect: Collect, code: grpc.StatusCode, kind: type[Music3Error], advice: str, after_chunks: int
+) -> None:
+    arrived: list[Chunk] = []
+    script = aborting(code, "8 songs run and 3 wait", after_chunks=after_chunks)
+    with FakeServer(script) as server, pytest.raises(kind) as raised:
+        collect(server.url, into=arrived)
+    assert type(raised.value) is kind
+    assert len(arrived) == after_chunks
+    assert raised.value.frames_done == 100 * after_chunks
+    assert advice in raised.value.advice
+    if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        assert "8 songs run and 3 wait" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[request id: 1] unexpected shape for input 'lyrics'", InvalidRequest),
+        ("expected number of inputs between 2 and 5 but got 1 inputs for model 'music3'", InvalidRequest),
+        ("Request for unknown model: 'music3' is not found", ServerUnavailable),
+        ("[request id: 1] Exceeds maximum queue size", ServerUnavailable),
+        ("the stub died", ServerError),
+    ],
+)
+def test_error_text_without_a_status(collect: Collect, text: str, kind: type[Music3Error]) -> None:
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        yield error_message(request.id, text)
+
+    with FakeServer(script) as server, pytest.raises(kind) as raised:
+        collect(server.url)
+    assert type(raised.value) is kind
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_stream_that_just_ends_is_not_a_song(collect: Collect, chunks: int) -> None:
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        for _, message in zip(range(chunks), song_messages(request), strict=False):
+            yield message
+
+    with FakeServer(script) as server, pytest.raises(ServerError, match="ended the stream early"):
+        collect(server.url, max_frames=301)
+
+
+def test_broken_connection_says_to_ask_again(collect: Collect) -> None:
+    server = FakeServer(whole)
+
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        yield from list(song_messages(request))[:2]
+        time.sleep(0.2)
+        server._server.stop(0)
+        while context.is_active():
+            time.sleep(0.02)
+
+    server.script = script
+    arrived: list[Chunk] = []
+    with server, pytest.raises(Music3Error) as raised:
+        collect(server.url, into=arrived)
+    assert raised.value.frames_done == 200
+    assert len(arrived) == 2
+
+
+def test_nobody_there_says_what_to_check(collect: Collect) -> None:
+    with FakeServer(whole) as server:
+        url = server.url
+    with pytest.raises(ServerUnavailable, match="gRPC port") as raised:
+        collect(url)
+    assert url in raised.value.message
+
+
+def test_deadline_ends_the_song_on_both_sides(collect: Collect) -> None:
+    with FakeServer(one_chunk_then_nothing) as server:
+        with pytest.raises(DeadlinePassed) as raised:
+            collect(server.url, deadline_s=0.5)
+        assert server.cancelled.wait(10)
+    assert raised.value.frames_done == 100
+
+
+def one_chunk_then_nothing(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+    yield next(iter(song_messages(request)))
+    while context.is_active():
+        time.sleep(0.02)
+
+
+def test_cancel_from_another_thread() -> None:
+    with FakeServer(one_chunk_then_nothing) as server, Music3Client(server.url) as client:
+        song = client.stream("a", "b")
+        next(song)
+        threading.Timer(0.2, song.cancel).start()
+        with pytest.raises(Cancelled) as raised:
+            next(song)
+        assert raised.value.frames_done == 100
+        assert server.cancelled.wait(10)
+        assert list(song) == []
+
+
+def test_cancel_of_an_asyncio_song_and_of_its_task() -> None:
+    async def main(url: str) -> None:
+        async with AsyncMusic3Client(url) as client:
+            song = client.stream("a", "b")
+            await anext(song)
+            asyncio.get_running_loop().call_later(0.2, song.cancel)
+            with pytest.raises(Cancelled):
+                await anext(song)
+            with pytest.raises(StopAsyncIteration):
+                await anext(song)
+            task = asyncio.create_task(client.generate("a", "b"))
+            await asyncio.sleep(0.2)
+            assert server.cancelled.is_set()
+            server.cancelled.clear()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    with FakeServer(one_chunk_then_nothing) as server:
+        asyncio.run(main(server.url))
+        assert server.cancelled.wait(10)
+
+
+def test_leaving_a_with_block_cancels() -> None:
+    with FakeServer(one_chunk_then_nothing) as server, Music3Client(server.url) as client:
+        with client.stream("a", "b") as song:
+            next(song)
+        assert server.cancelled.wait(10)
+
+
+def test_one_cancelled_song_leaves_the_others_on_the_same_connection() -> None:
+    go_on = threading.Event()
+
+    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        first, *rest = song_messages(request)
+        yield first
+        assert go_on.wait(10)
+        yield from rest
+
+    with FakeServer(script) as server, Music3Client(server.url) as client:
+        songs = [client.stream("a", "b", seed=seed, audio_encoding="s16") for seed in range(6)]
+        firsts = [next(song) for song in songs]
+        songs[2].cancel()
+        go_on.set()
+        for seed, (song, first) in enumerate(zip(songs, firsts, strict=True)):
+            if seed == 2:
+                with pytest.raises(Cancelled):
+                    next(song)
+            else:
+                audio = np.concatenate([first.audio, *(chunk.audio for chunk in song)])
+                np.testing.assert_array_equal(audio, song_audio(250, seed))
+        assert client._songs == set()
+
+
+def test_generate_joins_the_chunks() -> None:
+    async def ask(url: str) -> list[Song]:
+        async with AsyncMusic3Client(url) as client:
+            return await asyncio.gather(
+                *(client.generate("a", "b", seed=seed, audio_encoding="s16") for seed in range(8))
+            )
+
+    with FakeServer(whole) as server:
+        with Music3Client(server.url) as client:
+            songs = [client.generate("a", "b", seed=0, audio_encoding="s16")]
+        songs += asyncio.run(ask(server.url))
+    for seed, song in zip([0, *range(8)], songs, strict=True):
+        np.testing.assert_array_equal(song.audio, song_audio(250, seed))
+        assert (song.frames, song.sample_rate_hz, song.finish_reason) == (250, 32_000, "length")
+        assert song.warnings == ("line 2: words dropped",)
+        assert 0 < song.first_audio_s <= song.total_s
+
+
+def test_readiness_is_waited_for() -> None:
+    async def wait(url: str) -> None:
+        async with AsyncMusic3Client(url) as client:
+            await client.wait_until_ready(10)
+
+    with FakeServer(whole, ready=False) as server, Music3Client(server.url) as client:
+        with pytest.raises(ServerUnavailable, match="not ready"):
+            client.wait_until_ready(0.3, poll_s=0.05)
+        threading.Timer(0.3, setattr, (server, "ready", True)).start()
+        client.wait_until_ready(10, poll_s=0.05)
+        asyncio.run(wait(server.url))
