@@ -14,6 +14,7 @@ import numpy as np
 from python_backend_models import contract
 from python_backend_models.cleaning import clean_caption, shown
 
+Fields = Mapping[str, "np.ndarray[Any, Any] | None"]
 FIELDS = ("caption", "lyrics", "seed", "max_frames", "audio_encoding")
 
 # Request parameters that belong to Triton. Its front ends take these out of a request, but not in every form
@@ -42,7 +43,7 @@ class SongRequest:
 
 
 def parse_request(
-    fields: Mapping[str, np.ndarray[Any, Any] | None],
+    fields: Fields,
     parameters: Mapping[str, object],
     *,
     profile: str = contract.PROFILES[0],
@@ -59,29 +60,23 @@ def parse_request(
         InvalidRequestError: for the first thing that is wrong.
     """
     _refuse_unknown(fields, parameters)
-    caption = _text(fields, "caption", most_characters=contract.MAX_CAPTION_CHARACTERS)
-    if not clean_caption(caption, profile=profile).strip():
-        raise InvalidRequestError(
-            f"caption: {shown(caption)} is nothing but markup, cleaning it leaves no text; describe the music"
-        )
-    encoding = _optional_text(fields, "audio_encoding", default=contract.AUDIO_ENCODINGS[0])
-    if encoding not in contract.AUDIO_ENCODINGS:
-        raise InvalidRequestError(
-            f"audio_encoding: {shown(encoding)} is unknown; allowed: {', '.join(contract.AUDIO_ENCODINGS)}"
-        )
-    seed = _integer(fields, "seed", dtype=np.dtype(np.int64), least=0, most=contract.MAX_SEED)
-    return SongRequest(
-        caption=caption,
+    seed = _integer(fields, "seed", dtype=np.int64, least=0, most=contract.MAX_SEED)
+    request = SongRequest(
+        caption=_text(fields, "caption", most_characters=contract.MAX_CAPTION_CHARACTERS),
         lyrics=_text(fields, "lyrics", most_characters=contract.MAX_LYRICS_CHARACTERS),
         seed=0 if seed is None else seed,
-        max_frames=_integer(
-            fields, "max_frames", dtype=np.dtype(np.int32), least=1, most=contract.MAX_SONG_FRAMES
-        ),
-        audio_encoding=encoding,
+        max_frames=_integer(fields, "max_frames", dtype=np.int32, least=1, most=contract.MAX_SONG_FRAMES),
+        audio_encoding=_encoding(fields, "audio_encoding"),
     )
+    # Last, because it is the one check that takes time.
+    if not clean_caption(request.caption, profile=profile).strip():
+        raise InvalidRequestError(
+            f"caption: {shown(request.caption)} is nothing but markup, no text is left; describe the music"
+        )
+    return request
 
 
-def _refuse_unknown(fields: Mapping[str, Any], parameters: Mapping[str, object]) -> None:
+def _refuse_unknown(fields: Fields, parameters: Mapping[str, object]) -> None:
     for name in fields:
         if name not in FIELDS:
             raise InvalidRequestError(f"{shown(name)}: no such input; allowed: {', '.join(FIELDS)}")
@@ -95,75 +90,65 @@ def _refuse_unknown(fields: Mapping[str, Any], parameters: Mapping[str, object])
             )
 
 
-def _element(fields: Mapping[str, np.ndarray[Any, Any] | None], name: str) -> Any:
-    """The one element of a field's array, or None where the field was not sent."""
+def _sent(fields: Fields, name: str) -> np.ndarray[Any, Any] | None:
+    """A field's array of one element, or None where the field was not sent."""
     array = fields.get(name)
-    if array is None:
-        return None
-    if array.shape != (1,):
+    if array is not None and array.shape != (1,):
         raise InvalidRequestError(f"{name}: its shape is {shown(str(list(array.shape)))}, must be [1]")
-    return array[0]
+    return array
 
 
-def _text(fields: Mapping[str, np.ndarray[Any, Any] | None], name: str, *, most_characters: int) -> str:
-    text = _decoded(_element(fields, name), name, most_characters=most_characters)
-    if text is None:
+def _text(fields: Fields, name: str, *, most_characters: int) -> str:
+    array = _sent(fields, name)
+    if array is None:
         raise InvalidRequestError(f"{name}: missing; it is required and must not be blank")
+    allowed = f"at most {most_characters} characters"
+    text = _decoded(array, name, most_characters=most_characters, allowed=allowed)
     if not text.strip():
         raise InvalidRequestError(f"{name}: blank; it is required and must have something other than spaces")
     return text
 
 
-def _optional_text(fields: Mapping[str, np.ndarray[Any, Any] | None], name: str, *, default: str) -> str:
-    text = _decoded(_element(fields, name), name, most_characters=100)
-    return default if text is None else text
+def _encoding(fields: Fields, name: str) -> str:
+    array = _sent(fields, name)
+    if array is None:
+        return contract.AUDIO_ENCODINGS[0]
+    allowed = "allowed: " + ", ".join(contract.AUDIO_ENCODINGS)
+    longest = max(map(len, contract.AUDIO_ENCODINGS))
+    encoding = _decoded(array, name, most_characters=longest, allowed=allowed)
+    if encoding not in contract.AUDIO_ENCODINGS:
+        raise InvalidRequestError(f"{name}: {shown(encoding)} is unknown; {allowed}")
+    return encoding
 
 
-def _decoded(value: Any, name: str, *, most_characters: int) -> str | None:
-    if value is None:
-        return None
+def _decoded(array: np.ndarray[Any, Any], name: str, *, most_characters: int, allowed: str) -> str:
+    value = array[0]
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogatepass")
     if not isinstance(value, bytes):
         raise InvalidRequestError(f"{name}: its type is {shown(type(value).__name__)}, must be STRING")
     # Size first: a longer text than this cannot be allowed, and need not be decoded to know it.
     if len(value) > BYTES_PER_CHARACTER * most_characters:
-        raise InvalidRequestError(f"{name}: {len(value)} bytes long; at most {most_characters} characters")
+        raise InvalidRequestError(f"{name}: {len(value)} bytes long; {allowed}")
     try:
         text = value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"{name}: not valid UTF-8 at byte {error.start} ({error.reason})") from None
     if len(text) > most_characters:
-        raise InvalidRequestError(
-            f"{name}: {len(text)} characters long; at most {most_characters} characters"
-        )
+        raise InvalidRequestError(f"{name}: {len(text)} characters long; {allowed}")
     if "\0" in text:
         raise InvalidRequestError(f"{name}: has a NUL character at {text.index(chr(0))}; NUL is not text")
     return text
 
 
-def _integer(
-    fields: Mapping[str, np.ndarray[Any, Any] | None],
-    name: str,
-    *,
-    dtype: np.dtype[Any],
-    least: int,
-    most: int,
-) -> int | None:
-    value = _element(fields, name)
-    if value is None:
+def _integer(fields: Fields, name: str, *, dtype: type[np.integer[Any]], least: int, most: int) -> int | None:
+    array = _sent(fields, name)
+    if array is None:
         return None
-    found = getattr(value, "dtype", type(value))
-    if found != dtype:
-        raise InvalidRequestError(
-            f"{name}: its type is {shown(_wire_type(found))}, must be {_wire_type(dtype)}"
-        )
-    if not least <= int(value) <= most:
-        raise InvalidRequestError(f"{name}: {int(value)} is out of range; allowed: {least} to {most}")
-    return int(value)
-
-
-def _wire_type(dtype: Any) -> str:
-    return (
-        "STRING" if dtype in (bytes, str) else getattr(dtype, "name", getattr(dtype, "__name__", "?")).upper()
-    )
+    if array.dtype != dtype:
+        found = "STRING" if array.dtype == object else array.dtype.name.upper()
+        raise InvalidRequestError(f"{name}: its type is {shown(found)}, must be {dtype.__name__.upper()}")
+    value = int(array[0])
+    if not least <= value <= most:
+        raise InvalidRequestError(f"{name}: {value} is out of range; allowed: {least} to {most}")
+    return value

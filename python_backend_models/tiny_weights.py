@@ -21,7 +21,7 @@ LOGIT_STD = 2.5
 STEADY_INPUT = 2.0
 # Of a composed frame: 8 ** -0.5 * (c0's steady input + seven of these) is the steady input again.
 STEADY_RESIDUAL = STEADY_INPUT * (math.sqrt(contract.CODEBOOKS) - 1) / (contract.CODEBOOKS - 1)
-# That channel behind the final norm, measured in size tiny; more layers add more to the others and it shrinks.
+# That channel behind the final norm, measured in size tiny; more layers add to the others and shrink it.
 STEADY_HIDDEN = 1.4
 
 
