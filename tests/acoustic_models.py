@@ -88,7 +88,7 @@ def wave_tensors(component: str, config: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def random_tensors(component: str, config: Mapping[str, Any], *, seed: int) -> dict[str, Tensor]:
-    """Random weights that keep activations near one."""
+    """Random weights that keep activations near one, and velocities too, as those of a trained flow are."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in shapes(component, config).items():
@@ -99,6 +99,7 @@ def random_tensors(component: str, config: Mapping[str, Any], *, seed: int) -> d
             noise = 0.6 + 0.1 * noise.tanh()
         elif noise.ndim > 1:
             noise = noise / math.sqrt(math.prod(shape[1:]))
+            noise *= 0.25 if name == "proj_out.weight" else 1.0  # the residual stream is unnormed there
         else:
             noise = 0.2 * noise
         made[name] = noise
