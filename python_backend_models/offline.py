@@ -125,7 +125,7 @@ def write_frames(
 ) -> tuple[Tensor, Tensor, str]:
     """The autoregressive half: codes `[frames, 8]`, conditioning `[frames, 8 * hidden]`, finish reason."""
     device = backbone.model.embed_tokens.weight.device
-    lead_in_frames = 1 if profile == "sglang-omni" else 0
+    lead_in_frames = sampling.lead_in_frames(profile)
     seeds = torch.tensor([sampling.ar_draw_seed(seed, profile=profile)], device=device)
     depth_loop = DepthLoop(backbone, depth)
     rows, states = [], []

@@ -132,6 +132,11 @@ def residual_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     return gumbel_noise(seeds.unsqueeze(-1), positions.unsqueeze(-1) + offsets, columns)
 
 
+def lead_in_frames(profile: str) -> int:
+    """Drawn frames that a song doesn't contain: `sglang-omni` only feeds the first one back."""
+    return 1 if profile == "sglang-omni" else 0
+
+
 def ar_draw_seed(seed: int, *, profile: str) -> int:
     """The seed of the autoregressive draws for a request's seed (0 ... 2^63-1).
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from python_backend_models import chunking, sampling
+from python_backend_models import chunking
 from python_backend_models.contract import CONTEXT_RESERVE_TOKENS, WINDOW_FRAMES, WINDOW_HOP_FRAMES
 from python_backend_models.engine.events import EventReader
 from python_backend_models.engine.kv_cache import pages_for
 from python_backend_models.engine.runner import FrameRunner
+
+MOST_LEAD_IN_FRAMES = 1
 
 
 class SongError(RuntimeError):
@@ -45,14 +47,16 @@ class SongPlan:
     Attributes:
         prompt: conditional token ids.
         twin: unconditional token ids, equally long.
-        seed: the request's seed, 0 ... 2^63-1.
+        draw_seed: seed of the draws, see `sampling.ar_draw_seed`.
         max_frames: cap on the frames that are handed out.
+        lead_in_frames: drawn frames that are fed back but not handed out, 0 or 1, see `sampling`.
     """
 
     prompt: Sequence[int]
     twin: Sequence[int]
-    seed: int
+    draw_seed: int
     max_frames: int
+    lead_in_frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,6 @@ class TalkerEngine:
 
     Args:
         runner: executes prompt chunks and frame steps on the device.
-        profile: `vllm-omni`, or `sglang-omni`, where the first drawn frame is fed back but not handed out.
         run_ahead_windows: windows a song may have ready beyond those asked for.
         prefill_chunk_tokens: prompt tokens computed between two frame steps, so that a long prompt doesn't
             hold up the other songs. Chunk bounds are fixed by the prompt alone, hence its bits are, too.
@@ -133,20 +136,18 @@ class TalkerEngine:
         self,
         runner: FrameRunner,
         *,
-        profile: str = "vllm-omni",
         run_ahead_windows: int = 1,
         prefill_chunk_tokens: int = 512,
         read_interval_frames: int = 1,
     ) -> None:
         self.runner = runner
-        self.profile = profile
-        self.lead_in_frames = 1 if profile == "sglang-omni" else 0
         self.run_ahead_windows = run_ahead_windows
         self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.frames_in_last_step = 0
         self._songs: OrderedDict[int, Song] = OrderedDict()
         self._free_slots = list(range(runner.state.dummy_slot))
         self._events = EventReader(runner.state.events, interval_frames=read_interval_frames)
-        needed = ring_frames(run_ahead_windows, read_interval_frames, self.lead_in_frames)
+        needed = ring_frames(run_ahead_windows)
         if runner.state.frames.shape[1] < needed:
             raise ValueError(f"ring of {runner.state.frames.shape[1]} frames, {needed} needed")
 
@@ -163,6 +164,8 @@ class TalkerEngine:
             raise ValueError(f"song {key} is already here")
         if len(plan.prompt) != len(plan.twin) or len(plan.prompt) < 4 or plan.max_frames < 1:
             raise ValueError("a plan needs two equally long prompts of at least 4 tokens and a frame cap")
+        if not 0 <= plan.lead_in_frames <= MOST_LEAD_IN_FRAMES:
+            raise ValueError(f"lead_in_frames is {plan.lead_in_frames}, not 0 or {MOST_LEAD_IN_FRAMES}")
         song = Song(key, plan)
         needed, pool = self._pages_per_row(song), self.runner.pool
         if 2 * needed > pool.pages or needed > self.runner.state.tables.shape[2]:
@@ -223,6 +226,7 @@ class TalkerEngine:
         self._start_waiting()
         prefilling = self._prefill_one()
         lanes = [song for song in self._songs.values() if self._may_run(song)]
+        self.frames_in_last_step = len(lanes)
         if lanes:
             self.runner.step([song.slot for song in lanes], [self._row_pages(song) for song in lanes])
             for song in lanes:
@@ -301,8 +305,7 @@ class TalkerEngine:
         return self.prefill_chunk_tokens
 
     def _go_live(self, song: Song) -> None:
-        seed = sampling.ar_draw_seed(song.plan.seed, profile=self.profile)
-        self.runner.place(song.slot, seed=seed, tokens=song.prompt_tokens, pages=song.pages)
+        self.runner.place(song.slot, seed=song.plan.draw_seed, tokens=song.prompt_tokens, pages=song.pages)
         song.phase = Phase.LIVE
 
     def _row_pages(self, song: Song) -> tuple[tuple[list[int], list[int]], int]:
@@ -313,7 +316,7 @@ class TalkerEngine:
             return False
         ahead = max(song.windows_asked, 1) + self.run_ahead_windows - 1
         wanted = ahead * WINDOW_HOP_FRAMES + WINDOW_FRAMES + 1
-        return song.drawn < self.lead_in_frames + min(song.plan.max_frames, wanted)
+        return song.drawn < song.plan.lead_in_frames + min(song.plan.max_frames, wanted)
 
     # -------------------------------------------------------------- results
 
@@ -332,12 +335,12 @@ class TalkerEngine:
                 self.runner.scrub([*song.pages[0], *song.pages[1][song.shared_pages :]])
                 self._finish(song, 0, None)
             elif stopped_at < drawn:
-                self._finish(song, stopped_at - self.lead_in_frames, "stop")
-            elif drawn >= self.lead_in_frames + song.plan.max_frames:
+                self._finish(song, stopped_at - song.plan.lead_in_frames, "stop")
+            elif drawn >= song.plan.lead_in_frames + song.plan.max_frames:
                 self._finish(song, song.plan.max_frames, "length")
 
     def _at_boundary(self, song: Song) -> bool:
-        emitted = song.drawn - self.lead_in_frames
+        emitted = song.drawn - song.plan.lead_in_frames
         return emitted >= song.plan.max_frames or emitted % WINDOW_HOP_FRAMES == 1
 
     def _unconfirmed(self) -> bool:
@@ -362,7 +365,7 @@ class TalkerEngine:
         if song.phase not in (Phase.LIVE, Phase.FINISHED):
             return None
         finished = song.phase is Phase.FINISHED
-        frames = song.frames if finished else max(0, song.confirmed - self.lead_in_frames)
+        frames = song.frames if finished else max(0, song.confirmed - song.plan.lead_in_frames)
         window = chunking.window_at(song.windows_given, frames, finished=finished)
         if window is None:
             if not finished:
@@ -370,13 +373,13 @@ class TalkerEngine:
             return self._fail(song, SongError("the song has ended; there is no further window"))
         song.windows_given += 1
         hidden, codes = self.runner.collect(
-            song.slot, self.lead_in_frames + window.start_frame, self.lead_in_frames + window.end_frame
+            song.slot,
+            song.plan.lead_in_frames + window.start_frame,
+            song.plan.lead_in_frames + window.end_frame,
         )
         return song.key, WindowResult(window, hidden, codes, song.finish_reason if window.is_last else None)
 
 
-def ring_frames(run_ahead_windows: int, read_interval_frames: int, lead_in_frames: int) -> int:
+def ring_frames(run_ahead_windows: int) -> int:
     """Frames a slot must hold: from the oldest window not handed out to the furthest run ahead."""
-    return (
-        run_ahead_windows * WINDOW_HOP_FRAMES + WINDOW_FRAMES + 1 + 2 * read_interval_frames + lead_in_frames
-    )
+    return (run_ahead_windows * WINDOW_HOP_FRAMES) + WINDOW_FRAMES + 1 + MOST_LEAD_IN_FRAMES

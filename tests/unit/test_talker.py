@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from python_backend_models import chunking, offline
+from python_backend_models import chunking, offline, sampling
 from python_backend_models.engine.runner import FrameRunner
 from python_backend_models.engine.talker import (
     CapacityError,
@@ -22,11 +22,17 @@ BACKBONE, DEPTH = small_backbone(), small_depth_decoder()
 Songs = dict[int, list[WindowResult] | SongError]
 
 
-def plan(seed: int, *, tokens: int = 40, max_frames: int = 30) -> SongPlan:
+def plan(seed: int, *, tokens: int = 40, max_frames: int = 30, profile: str = "vllm-omni") -> SongPlan:
     generator = torch.Generator().manual_seed(seed)
     prompt = [151644, *torch.randint(0, 5000, (tokens - 3,), generator=generator).tolist(), 151645, 151669]
     twin = [151644, *[151654] * (tokens - 3), 151645, 151669]
-    return SongPlan(prompt, twin, seed, max_frames)
+    return SongPlan(
+        prompt,
+        twin,
+        sampling.ar_draw_seed(seed, profile=profile),
+        max_frames,
+        lead_in_frames=sampling.lead_in_frames(profile),
+    )
 
 
 def make_engine(
@@ -44,7 +50,7 @@ def make_engine(
         slots=slots,
         pages=pages,
         page_tokens=page_tokens,
-        ring_frames=ring_frames(run_ahead, 1, 1),
+        ring_frames=ring_frames(run_ahead),
     )
     return TalkerEngine(runner, run_ahead_windows=run_ahead, **options)
 
@@ -83,9 +89,15 @@ def joined(windows: list[WindowResult]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(codes), torch.cat(hidden)
 
 
-def solo(song: SongPlan, *, profile: str = "vllm-omni", backbone=BACKBONE):
+def solo(song: SongPlan, *, seed: int | None = None, profile: str = "vllm-omni", backbone=BACKBONE):
     return offline.write_frames(
-        backbone, DEPTH, song.prompt, song.twin, seed=song.seed, max_frames=song.max_frames, profile=profile
+        backbone,
+        DEPTH,
+        song.prompt,
+        song.twin,
+        seed=song.draw_seed if seed is None else seed,
+        max_frames=song.max_frames,
+        profile=profile,
     )
 
 
@@ -94,11 +106,11 @@ def solo(song: SongPlan, *, profile: str = "vllm-omni", backbone=BACKBONE):
     [(1, "vllm-omni"), (200, "vllm-omni"), (301, "vllm-omni"), (1, "sglang-omni"), (201, "sglang-omni")],
 )
 def test_windows_equal_the_plain_loop(max_frames: int, profile: str) -> None:
-    song = plan(3, max_frames=max_frames)
-    engine = make_engine(profile=profile)
+    song = plan(3, max_frames=max_frames, profile=profile)
+    engine = make_engine()
     engine.admit(1, song)
     windows = collect(engine, [1])[1]
-    codes, hidden, reason = solo(song, profile=profile)
+    codes, hidden, reason = solo(song, seed=3, profile=profile)
     assert [r.window for r in windows] == chunking.windows(max_frames)
     assert windows[-1].finish_reason == reason == "length"
     got_codes, got_hidden = joined(windows)
