@@ -9,6 +9,7 @@ Songs run to their frame cap unless `stop_logit` says otherwise.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import shutil
@@ -253,11 +254,16 @@ def write_tiny_checkpoint(
     """
     configs = component_configs(size)
     directory = directory.resolve()
-    made_of = {"format": 1, "seed": seed, "size": size, "stop_logit": stop_logit, "torch": torch.__version__}
-    marker = directory / MARKER
-    if marker.is_file() and json.loads(marker.read_text()) == made_of:
+    made_of = {
+        "seed": seed,
+        "size": size,
+        "stop_logit": stop_logit,
+        "tool": _own_digest(),
+        "torch": torch.__version__,
+    }
+    if _is_made_of(directory, made_of):
         return directory
-    if directory.exists() and not marker.is_file() and any(directory.iterdir()):
+    if directory.exists() and not (directory / MARKER).is_file() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty and holds no checkpoint made by this tool")
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Made beside its place and moved there whole: an interrupted run leaves no half checkpoint.
@@ -271,12 +277,23 @@ def write_tiny_checkpoint(
         _write_json(unfinished / "tokenizer" / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
         _write_json(unfinished / "model_index.json", MODEL_INDEX)
         _write_json(unfinished / MARKER, made_of)
-        if directory.exists():
-            shutil.rmtree(directory)
-        unfinished.replace(directory)
+        if not _is_made_of(directory, made_of):  # another process may have been quicker
+            if directory.exists():
+                shutil.rmtree(directory)
+            unfinished.replace(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return directory
+
+
+def _own_digest() -> str:
+    sources = (Path(__file__), Path(tiny_weights.__file__))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def _is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
+    marker = directory / MARKER
+    return marker.is_file() and bool(json.loads(marker.read_text(encoding="utf-8")) == made_of)
 
 
 def _write_json(path: Path, value: Any) -> None:
