@@ -17,9 +17,10 @@ from torch import Tensor
 _LOG: Final = logging.getLogger(__name__)
 _WARM_UPS: Final = 2
 
-TensorFunction = Callable[..., Tensor]
+Output = Tensor | tuple[Tensor, ...]
+TensorFunction = Callable[..., Output]
 # Takes a function and its static inputs; returns what replays it and the static output that replaying fills.
-Recorder = Callable[[TensorFunction, Sequence[Tensor]], tuple[Callable[[], object], Tensor]]
+Recorder = Callable[[TensorFunction, Sequence[Tensor]], tuple[Callable[[], object], Output]]
 _Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -32,7 +33,7 @@ class CudaRecorder:
 
     def __call__(
         self, function: TensorFunction, inputs: Sequence[Tensor]
-    ) -> tuple[Callable[[], object], Tensor]:
+    ) -> tuple[Callable[[], object], Output]:
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -53,10 +54,10 @@ class Recording:
     """One recorded call. Not for two threads at once: they'd share its buffers."""
 
     inputs: Sequence[Tensor]
-    output: Tensor
+    output: Output
     replay: Callable[[], object]
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Output:
         """Replay with these inputs.
 
         Raises:
@@ -69,14 +70,16 @@ class Recording:
         for static, given in zip(self.inputs, inputs, strict=True):
             static.copy_(given)
         self.replay()
-        return self.output.clone()
+        if isinstance(self.output, Tensor):
+            return self.output.clone()
+        return tuple(part.clone() for part in self.output)
 
 
 class GraphedFunction:
     """A function that replays a graph where one was recorded for its inputs' shapes.
 
     Args:
-        function: of tensors only, returning one tensor; may overwrite its inputs.
+        function: of tensors only, returning one or a tuple of them; may overwrite its inputs.
         recorder: None makes every call eager.
     """
 
@@ -104,7 +107,7 @@ class GraphedFunction:
         self._recordings[signature] = Recording(static, output, replay)
         return True
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Output:
         recording = self._recordings.get(_signature(inputs))
         return recording(*inputs) if recording else self._function(*inputs)
 
