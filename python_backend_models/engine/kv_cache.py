@@ -6,6 +6,7 @@ that is stepped past its end before the host has read its stop flag. Songs never
 except the unconditional rows' prompt prefix, which is the same token run for every song.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from python_backend_models.engine.staging import to_device
+
+try:  # older torch has no such module
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
+except ImportError:
+    _varlen_attn = None
 
 SCRATCH_PAGE = 0
 
@@ -97,6 +105,16 @@ class KVPool:
         )
 
 
+def paged_kernel_available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch has the variable-length kernel with block tables, for this device and dtype."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and _varlen_attn is not None
+        and "block_table" in inspect.signature(_varlen_attn).parameters
+    )
+
+
 def bytes_per_page(config: dict[str, Any], page_tokens: int, dtype: torch.dtype) -> int:
     """Memory that one page takes over all layers."""
     width = config["num_key_value_heads"] * config["head_dim"]
@@ -109,21 +127,42 @@ class PrefillAttention:
     Args:
         pages: the row's pages in order.
         first_position: position of the chunk's first token.
+        tokens: in the chunk.
     """
 
     def __init__(self, pool: KVPool, pages: Sequence[int], *, first_position: int, tokens: int) -> None:
         self.pool = pool
         self.end = first_position + tokens
         self.pages = list(pages[: pages_for(self.end, pool.page_tokens)])
-        positions = torch.arange(first_position, self.end)
-        table = torch.tensor(self.pages)
-        slots = table[positions // pool.page_tokens] * pool.page_tokens + positions % pool.page_tokens
         device = pool.keys.device
-        self.slots = slots.to(device)
-        self.visible = (torch.arange(self.end) <= positions.unsqueeze(1)).to(device)
+        self.table = to_device(self.pages, device, dtype=torch.int32)
+        positions = torch.arange(first_position, self.end, device=device)
+        self.slots = decode_slots(pool, self.table.expand(tokens, -1), positions)
+        self.paged = paged_kernel_available(device, pool.keys.dtype)
+        if self.paged:
+            self.query_starts = to_device([0, tokens], device, dtype=torch.int32)
+            self.length = to_device([self.end], device, dtype=torch.int32)
+        else:
+            self.visible = torch.arange(self.end, device=device) <= positions.unsqueeze(1)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.pool.store(layer, self.slots, keys[0], values[0])
+        if self.paged:
+            attended = _varlen_attn(
+                queries[0],
+                self.pool.keys[layer],
+                self.pool.values[layer],
+                self.query_starts,
+                None,
+                queries.shape[1],
+                self.end,
+                window_size=(-1, 0),  # causal, aligned to the last key
+                enable_gqa=True,
+                seqused_k=self.length,
+                block_table=self.table.unsqueeze(0),
+                num_splits=1,
+            )
+            return attended.unsqueeze(0)
         all_keys, all_values = self.pool.read(layer, self.pages, self.end)
         attended = F.scaled_dot_product_attention(
             queries.transpose(1, 2),
@@ -231,22 +270,9 @@ class PagedDecodeAttention:
         self.query_starts = torch.arange(tables.shape[0] + 1, dtype=torch.int32, device=tables.device)
         self.max_tokens = tables.shape[1] * pool.page_tokens
 
-    @staticmethod
-    def available(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether this torch has the kernel with block tables and this device and dtype can run it."""
-        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-            return False
-        try:
-            from torch.nn.attention import varlen
-        except ImportError:
-            return False
-        return "block_table" in varlen.varlen_attn.__code__.co_varnames
-
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         self.pool.store(layer, self.slots, keys.squeeze(1), values.squeeze(1))
-        attended = varlen_attn(
+        attended = _varlen_attn(
             queries.squeeze(1),
             self.pool.keys[layer],
             self.pool.values[layer],

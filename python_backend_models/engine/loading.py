@@ -41,7 +41,9 @@ def load_talker(settings: TalkerSettings, device: torch.device) -> TalkerEngine:
         pages=pool_pages(settings, backbone.config, backbone.lm_head.weight.dtype, device),
         page_tokens=settings.kv_page_tokens,
         ring_frames=ring_frames(settings.run_ahead_windows),
+        graphs=settings.graphs,
     )
+    runner.capture()
     pages, page_tokens = runner.pool.pages, settings.kv_page_tokens
     _LOG.info(
         "talker: loaded on %s in %.1f s; %s weights; %d pages of %d tokens, i.e. %d songs of 30 s or %d of "

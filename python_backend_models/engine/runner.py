@@ -4,6 +4,7 @@ Owns the networks, the page pool and the slots' state; decides how a frame step 
 the depth loop or the whole frame as a CUDA graph) and which attention serves it.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from python_backend_models.contract import CONTEXT_TOKENS
 from python_backend_models.engine.frame_step import NEVER, DepthLoop, FrameStep, LaneState
+from python_backend_models.engine.graphs import CudaRecorder, GraphedFunction, Recorder
 from python_backend_models.engine.kv_cache import (
     SCRATCH_PAGE,
     HostDecodeAttention,
@@ -19,12 +21,19 @@ from python_backend_models.engine.kv_cache import (
     PagedDecodeAttention,
     PrefillAttention,
     SharedPrefix,
+    paged_kernel_available,
     pages_for,
 )
+from python_backend_models.engine.staging import to_device
 from python_backend_models.networks.backbone import Attend, Backbone
 from python_backend_models.networks.depth_decoder import DepthDecoder
 
+_LOG = logging.getLogger(__name__)
 RowPages = tuple[Sequence[int], Sequence[int]]
+GRAPHS = ("frame", "depth", "off")
+# A replay runs the kernels that were recorded, so on a good day it differs from the eager step by nothing.
+# Libraries may choose another algorithm for a recording; half a percent of the largest value is beyond that.
+_REPLAY_TOLERANCE = 5e-3
 
 
 class FrameRunner:
@@ -35,6 +44,8 @@ class FrameRunner:
         pages: size of the page pool.
         page_tokens: tokens in a page.
         ring_frames: frames kept per slot.
+        graphs: what is replayed from a graph: the whole `frame`, the `depth` loop, or nothing (`off`).
+        recorder: records graphs; None for CUDA's on a CUDA device, and none elsewhere.
     """
 
     def __init__(
@@ -46,6 +57,8 @@ class FrameRunner:
         pages: int,
         page_tokens: int,
         ring_frames: int,
+        graphs: str = "off",
+        recorder: Recorder | None = None,
     ) -> None:
         embedding = backbone.model.embed_tokens.weight
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -62,14 +75,59 @@ class FrameRunner:
             dtype=self.dtype,
             device=self.device,
         )
+        if recorder is None and self.device.type == "cuda":
+            recorder = CudaRecorder(self.device)
+        self.graphs = graphs if recorder is not None else "off"
+        self.buckets = lane_buckets(slots)
+        self._depth_loop = GraphedFunction(
+            DepthLoop(backbone, depth), recorder if self.graphs == "depth" else None
+        )
         self._step = FrameStep(
             backbone,
             depth,
             self.pool,
             self.state,
-            depth_loop=DepthLoop(backbone, depth),
+            depth_loop=self._depth_loop,
             attention=self._device_attention,
         )
+        self._frame = GraphedFunction(self._frame_function, recorder if self.graphs == "frame" else None)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record the graphs of every bucket, and compare a replay with the eager step.
+
+        Call once, before there are songs. A replay that differs turns graphs off, with a warning that says by
+        how much: slower, never wrong.
+        """
+        if self.graphs == "off":
+            return
+        for lanes in self.buckets:
+            if self.graphs == "frame":
+                self._frame.record(self._lanes([], lanes))
+            else:
+                self._depth_loop.record(*self._depth_inputs(lanes))
+        difference = max(self._replay_difference(lanes) for lanes in self.buckets)
+        if difference > _REPLAY_TOLERANCE:
+            _LOG.warning(
+                "a replayed step differs from the eager one by %.1e of its largest value (at most %.0e is "
+                "allowed): CUDA graphs are off",
+                difference,
+                _REPLAY_TOLERANCE,
+            )
+            self.turn_graphs_off()
+            return
+        _LOG.info(
+            "CUDA graphs of the %s for %s songs; a replay differs from the eager step by %.1e",
+            self.graphs,
+            ", ".join(map(str, self.buckets)),
+            difference,
+        )
+
+    def turn_graphs_off(self) -> None:
+        """Run every step eagerly from now on."""
+        self.graphs = "off"
+        self._depth_loop = self._step.depth_loop = GraphedFunction(DepthLoop(self.backbone, self.depth), None)
+        self._frame = GraphedFunction(self._frame_function, None)
 
     def prefill(self, token_ids: Sequence[int], pages: Sequence[int], *, first_position: int) -> Tensor:
         """Run a chunk of a row's prompt; its keys and values go to the row's pages.
@@ -77,7 +135,7 @@ class FrameRunner:
         Returns:
             the hidden state at the chunk's last token, `[hidden]`.
         """
-        ids = torch.tensor([token_ids], device=self.device)
+        ids = to_device(token_ids, self.device).unsqueeze(0)
         positions = torch.arange(first_position, first_position + len(token_ids), device=self.device)
         attend = PrefillAttention(self.pool, pages, first_position=first_position, tokens=len(token_ids))
         return self.backbone(self.backbone.embed(ids), positions.unsqueeze(0), attend)[0, -1]
@@ -93,10 +151,9 @@ class FrameRunner:
         state.tokens[slot] = tokens
         state.drawn[slot] = 0
         state.events[slot] = NEVER
-        table = torch.full(state.tables.shape[1:], SCRATCH_PAGE, dtype=torch.int32)
-        for row, row_pages in enumerate(pages):
-            table[row, : len(row_pages)] = torch.tensor(row_pages, dtype=torch.int32)
-        state.tables[slot] = table.to(self.device)
+        width = state.tables.shape[2]
+        rows = [[*row, *[SCRATCH_PAGE] * (width - len(row))] for row in pages]
+        state.tables[slot] = to_device([*rows[0], *rows[1]], self.device, dtype=torch.int32).view(2, width)
 
     def step(self, slots: Sequence[int], rows: Sequence[tuple[RowPages, int]]) -> None:
         """Advance slots by one frame.
@@ -105,8 +162,12 @@ class FrameRunner:
             slots: which.
             rows: per slot its pages and its tokens including this frame's feedback.
         """
-        lanes = torch.tensor(slots, device=self.device)
-        if self.device.type == "cuda":
+        if self.graphs == "frame":
+            bucket = next(lanes for lanes in self.buckets if lanes >= len(slots))
+            self._frame(self._lanes(slots, bucket))
+            return
+        lanes = self._lanes(slots, len(slots))
+        if self.device.type == "cuda" or self.graphs == "depth":
             self._step(lanes)
             return
         pages, lengths = zip(*rows, strict=True)
@@ -129,6 +190,61 @@ class FrameRunner:
         self.pool.values.index_fill_(1, affected, 0)
 
     def _device_attention(self, slots: Tensor, tables: Tensor, lengths: Tensor) -> Attend:
-        if PagedDecodeAttention.available(self.device, self.dtype):
+        if paged_kernel_available(self.device, self.dtype):
             return PagedDecodeAttention(self.pool, slots, tables, lengths)
         return MaskedDecodeAttention(self.pool, slots, tables, lengths)
+
+    def _lanes(self, slots: Sequence[int], count: int) -> Tensor:
+        """Slots padded with the dummy to `count` lanes."""
+        return to_device([*slots, *[self.state.dummy_slot] * (count - len(slots))], self.device)
+
+    def _frame_function(self, lanes: Tensor) -> Tensor:
+        """The frame step as a function of tensors that returns one; all else happens in the slots' state."""
+        self._step(lanes)
+        return self.state.events
+
+    def _depth_inputs(self, songs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        generator = torch.Generator(self.device).manual_seed(songs)
+        width = self.state.hidden.shape[2]
+        hidden = torch.randn(songs, 2, width, generator=generator, device=self.device).to(self.dtype)
+        codes = torch.arange(songs, device=self.device)
+        return hidden, codes, codes + 7, codes * 8
+
+    def _replay_difference(self, lanes: int) -> float:
+        """Largest difference of a replay from an eager run, relative to the largest value; inf for codes."""
+        if self.graphs == "depth":
+            inputs = self._depth_inputs(lanes)
+            eager, replayed = DepthLoop(self.backbone, self.depth)(*inputs), self._depth_loop(*inputs)
+            return _difference((eager[0],), (eager[1],), (replayed[0],), (replayed[1],))
+        outcomes = []
+        slots = list(range(lanes))
+        for run in (self._frame_function, self._frame):
+            for slot in slots:
+                self.place(slot, seed=slot, tokens=0, pages=([], []))
+            self.state.hidden[:lanes] = self._depth_inputs(lanes)[0]
+            run(self._lanes(slots, lanes))
+            outcomes.append(
+                (
+                    (self.state.codes[:lanes, 0].clone(), self.state.events[:lanes].clone()),
+                    (self.state.frames[:lanes, 0].clone(), self.state.hidden[:lanes].clone()),
+                )
+            )
+        (eager_codes, eager_values), (codes, values) = outcomes
+        return _difference(eager_codes, eager_values, codes, values)
+
+
+def lane_buckets(slots: int) -> tuple[int, ...]:
+    """Lane counts that graphs are recorded for: powers of two up to the slots, and the slots."""
+    powers = [1 << exponent for exponent in range(slots.bit_length()) if 1 << exponent < slots]
+    return (*powers, slots)
+
+
+def _difference(
+    codes: Sequence[Tensor], values: Sequence[Tensor], other_codes: Sequence[Tensor], others: Sequence[Tensor]
+) -> float:
+    if any(not torch.equal(a, b) for a, b in zip(codes, other_codes, strict=True)):
+        return float("inf")
+    return max(
+        ((a.float() - b.float()).abs().max() / a.float().abs().max().clamp_min(1e-6)).item()
+        for a, b in zip(values, others, strict=True)
+    )
