@@ -6,6 +6,7 @@ shape and nothing else may be; anything off is named in a `CheckpointError`. Fil
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,9 +114,9 @@ def load(
             extra, mis-shaped or not floating-point.
     """
     config = read_config(root, component.folder)
-    tensors = open_component(root, component)
     with torch.device("meta"):
         network = _checked(component, lambda: component.build(config))
+    tensors = open_component(root, component)
     wanted = set(network.state_dict())
     for name, tensor in component.convert(tensors):
         stored = tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True).contiguous()
@@ -175,7 +176,8 @@ def open_component(root: Path, component: Component[Any]) -> StoredTensors:
         problems.append(f"unexpected: {_listed(extra)}")
     if problems:
         raise CheckpointError(f"{root / component.folder}: " + "; ".join(problems[:_NAMES_SHOWN]))
-    return StoredTensors(files)
+    # Largest first: a tensor is there twice while it is copied, which is least noticed when little else is.
+    return StoredTensors({name: files[name] for name in sorted(files, key=lambda n: -math.prod(expected[n]))})
 
 
 def _checked(component: Component[Any], build: Callable[[], Any]) -> Any:
@@ -201,9 +203,10 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            escaping = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
-        if escaping := [name for name in names if Path(name).name != name]:
+        if escaping:
             raise CheckpointError(f"{index}: {_listed(escaping)} is not a file of this folder")
         return _all_present(folder, names)
     if single.is_file():

@@ -14,7 +14,7 @@ C0_CODES: Final = 16384
 RESIDUAL_CODES: Final = 1024
 MAX_SONG_FRAMES: Final = 9000
 
-# The two published implementations that can be matched; they differ in a few places. The first is the default.
+# The two published implementations that can be matched; they differ in a few places. The first is default.
 PROFILES: Final = ("vllm-omni", "sglang-omni")
 
 # Prompt and context, in tokens of the backbone.

@@ -181,13 +181,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     }
     for key, (found, wanted) in served.items():
         if found != wanted:
-            raise ValueError(f"language_model/config.json: {key} is {found!r}, only {wanted!r} is served")
+            raise ValueError(f"{key} is {found!r}, only {wanted!r} is served")
     last_token = C0_TOKEN_OFFSET + C0_CODES
     if config["vocab_size"] < last_token:
-        raise ValueError(
-            f"language_model/config.json: vocab_size is {config['vocab_size']}, "
-            f"audio codes need at least {last_token}"
-        )
+        raise ValueError(f"vocab_size is {config['vocab_size']}, audio codes need at least {last_token}")
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

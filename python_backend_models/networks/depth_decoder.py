@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from python_backend_models.contract import CODEBOOKS, RESIDUAL_CODES
 from python_backend_models.networks.layers import Linear, RMSNorm, swiglu
 
 _NORM_EPS = 1e-6
@@ -64,10 +65,14 @@ class DepthDecoder(nn.Module):
 
     Args:
         config: `rvq_depth_decoder/config.json`.
+
+    Raises:
+        ValueError: the config asks for something that this network doesn't do.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
+        check_config(config)
         self.config = dict(config)
         hidden, self.codes = config["hidden_size"], config["audio_vocab_size"]
         residuals = config["num_codebooks"] - 1
@@ -108,6 +113,26 @@ class DepthDecoder(nn.Module):
     def embed(self, codes: Tensor, codebook: int) -> Tensor:
         """Embeddings `[..., hidden]` of codes of codebook 1 ... 7."""
         return self.audio_embeddings(codes + (codebook - 1) * self.codes)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Refuse a config whose frames aren't those of this model.
+
+    Raises:
+        ValueError: naming the key and what is served.
+    """
+    for key, served in (("num_codebooks", CODEBOOKS), ("audio_vocab_size", RESIDUAL_CODES)):
+        if config[key] != served:
+            raise ValueError(f"{key} is {config[key]!r}, only {served} is served")
+    if config["max_position_embeddings"] < CODEBOOKS:
+        raise ValueError(
+            f"max_position_embeddings is {config['max_position_embeddings']}, a frame needs {CODEBOOKS}"
+        )
+    if config["hidden_size"] % config["num_attention_heads"]:
+        raise ValueError(
+            f"num_attention_heads is {config['num_attention_heads']}, "
+            f"which does not divide hidden_size {config['hidden_size']}"
+        )
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
