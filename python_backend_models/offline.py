@@ -18,6 +18,7 @@ from python_backend_models.engine.acoustic import FlowEngine, FlowWindow, Vocode
 from python_backend_models.engine.frame_step import DRAWS_PER_FRAME, DepthLoop, compose_feedback
 from python_backend_models.networks.backbone import Backbone
 from python_backend_models.networks.depth_decoder import DepthDecoder
+from python_backend_models.networks.layers import pack_linears
 from python_backend_models.prompt import PromptBuilder, frame_budget
 from python_backend_models.resample import StreamingResampler
 
@@ -123,7 +124,12 @@ def write_frames(
     max_frames: int,
     profile: str = "vllm-omni",
 ) -> tuple[Tensor, Tensor, str]:
-    """The autoregressive half: codes `[frames, 8]`, conditioning `[frames, 8 * hidden]`, finish reason."""
+    """The autoregressive half: codes `[frames, 8]`, conditioning `[frames, 8 * hidden]`, finish reason.
+
+    On a CPU the networks' projections are packed, see `networks.layers.Linear`.
+    """
+    pack_linears(backbone)
+    pack_linears(depth)
     device = backbone.model.embed_tokens.weight.device
     lead_in_frames = sampling.lead_in_frames(profile)
     seeds = torch.tensor([sampling.ar_draw_seed(seed, profile=profile)], device=device)

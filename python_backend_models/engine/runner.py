@@ -27,6 +27,7 @@ from python_backend_models.engine.kv_cache import (
 from python_backend_models.engine.staging import to_device
 from python_backend_models.networks.backbone import Attend, Backbone
 from python_backend_models.networks.depth_decoder import DepthDecoder
+from python_backend_models.networks.layers import pack_linears
 
 _LOG = logging.getLogger(__name__)
 RowPages = tuple[Sequence[int], Sequence[int]]
@@ -78,6 +79,9 @@ class FrameRunner:
         if recorder is None and self.device.type == "cuda":
             recorder = CudaRecorder(self.device)
         self.graphs = graphs if recorder is not None else "off"
+        if self.graphs == "off":
+            pack_linears(backbone)
+            pack_linears(depth)
         self.buckets = lane_buckets(slots)
         self._depth_loop = GraphedFunction(
             DepthLoop(backbone, depth), recorder if self.graphs == "depth" else None

@@ -4,27 +4,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# The number of rows that the weight's layout is chosen for; any other number works.
+_PACKED_ROWS = 16
+
 
 class Linear(nn.Module):
-    """Bias-free projection whose rows don't depend on how many rows there are.
+    """Bias-free projection.
 
-    On a CPU in float32, `F.linear` picks another summation order below about 16 rows, so a song's codes could
-    depend on its batch-mates. Multiplying from the left keeps the order fixed for two to 56 rows (measured
-    with torch 2.13 and MKL), and a song always has two. bfloat16 rows are independent as they are, and on
-    CUDA the backbone's batch is a fixed bucket.
+    On a CPU, `pack` reorders the weight for oneDNN once instead of in every call. That makes small batches
+    faster (1.5 times in bfloat16, measured with torch 2.13), and it makes a row's result independent of how
+    many rows there are, from two on, which `F.linear` in float32 isn't: a song always has two rows, so its
+    codes can't depend on its batch-mates.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Reorder the weight for this CPU and let go of the original: no moving or saving after that.
+
+        Without oneDNN, or on another device, nothing happens.
+        """
+        if self._packed is None and self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACKED_ROWS)
+            del self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        if x.device.type != "cpu" or x.dtype != torch.float32:
+        if self._packed is None:
             return F.linear(x, self.weight)
-        # Contiguous on both sides: the library's kernel, and so the order, also depends on the layout.
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return (self.weight @ rows.t()).t().contiguous().view(*x.shape[:-1], -1)
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, None, "none", [], "")
+
+
+def pack_linears(network: nn.Module) -> None:
+    """`Linear.pack` throughout a network."""
+    for module in network.modules():
+        if isinstance(module, Linear):
+            module.pack()
 
 
 class RMSNorm(nn.Module):

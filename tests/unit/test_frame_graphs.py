@@ -13,13 +13,13 @@ from tests.small_models import small_backbone, small_depth_decoder
 from tests.unit.test_talker import plan
 
 SLOTS = 6
-BACKBONE, DEPTH = small_backbone(num_hidden_layers=1), small_depth_decoder(num_layers=1)
 
 
 def make_runner(*, graphs: str = "off", recorder: TraceRecorder | None = None) -> FrameRunner:
+    """A runner with networks of its own: those that aren't replayed are packed, and can't be traced then."""
     return FrameRunner(
-        BACKBONE,
-        DEPTH,
+        small_backbone(num_hidden_layers=1),
+        small_depth_decoder(num_layers=1),
         slots=SLOTS,
         pages=240,
         page_tokens=16,
@@ -83,12 +83,12 @@ def test_replayed_songs_equal_eager_ones(graphs: str, eager_songs: dict[int, Win
 
 @pytest.mark.parametrize("lanes", lane_buckets(SLOTS))
 def test_a_step_does_nothing_that_a_graph_can_not_hold(lanes: int) -> None:
-    runner = make_runner()
+    runner = make_runner(graphs="frame", recorder=TraceRecorder())
     slots = runner._lanes(range(min(lanes, SLOTS)), lanes)
     inputs = runner._depth_inputs(lanes)
     with torch.inference_mode(), ForbiddenInGraphs():
         runner._frame_function(slots)
-        DepthLoop(BACKBONE, DEPTH)(*inputs)
+        DepthLoop(runner.backbone, runner.depth)(*inputs)
 
 
 def test_the_forbidding_mode_forbids() -> None:
