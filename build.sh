@@ -131,10 +131,10 @@ MUSIC3_CHECKPOINT=DIR ./build.sh demo    sings with the official weights instead
 TEXT
 }
 cmd_demo() {
-  local http grpc metrics log="$CACHE/demo-server.log" pid summary status=0
+  local http grpc metrics log="$CACHE/demo-server-$$.log" pid summary status=0
   cmd_env
   read -r http grpc metrics < <(free_ports)
-  say "starting the server on free ports (log: .cache/demo-server.log)"
+  say "starting the server on free ports (log: $log)"
   "$ROOT/build.sh" serve --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" >"$log" 2>&1 </dev/null &
   pid=$!
   # shellcheck disable=SC2064 # this pid, now
@@ -146,10 +146,11 @@ cmd_demo() {
     --max-frames 250 --out "$ROOT/song.wav" "$@")" || status=$?
   if ((status)); then
     tail -n 20 "$log" >&2
-    die "the client failed with exit code $status; the end of the server's log is above"
+    die "the client failed with exit code $status; the end of the server's log is above, the whole in $log"
   fi
   stop_server "$pid"
   trap - EXIT
+  rm -f "$log"
   printf '%s\n' "$summary"
 }
 

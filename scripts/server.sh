@@ -68,10 +68,13 @@ stop_server() {
   kill -KILL "$pid" 2>/dev/null || true
   wait "$pid" 2>/dev/null || true
 }
+# Triton 2.51 waits for ever for a model whose process died while loading; it stays a zombie of the server's.
+has_dead_model() { grep -qs ") Z $1 " /proc/[0-9]*/stat; }
 wait_for_server() {
-  local pid="$1" port="$2" log="$3" deadline=$((SECONDS + START_TIMEOUT_S))
+  local pid="$1" port="$2" log="$3" deadline=$((SECONDS + START_TIMEOUT_S)) dead=0
   until server_ready "$port"; do
-    if ! kill -0 "$pid" 2>/dev/null; then
+    if has_dead_model "$pid"; then dead=$((dead + 1)); else dead=0; fi
+    if ((dead > 12)) || ! kill -0 "$pid" 2>/dev/null; then
       tail -n 40 "$log" >&2
       die "the server did not start; the end of its log is above, the whole in $log"
     elif ((SECONDS > deadline)); then

@@ -97,9 +97,13 @@ class TritonServer:
 
     def _wait_until_ready(self) -> bool:
         deadline_s = time.monotonic() + self._ready_timeout_s
-        while time.monotonic() < deadline_s and self.running:
+        all_alive_s = time.monotonic()
+        # Triton 2.51 waits for ever for a model whose process died while loading: a zombie tells.
+        while time.monotonic() < deadline_s and time.monotonic() < all_alive_s + 3.0 and self.running:
             if self.is_ready():
                 return True
+            if all(_alive(pid) for pid in _children(self.pid)):
+                all_alive_s = time.monotonic()
             time.sleep(0.1)
         self.kill()
         return False

@@ -300,8 +300,18 @@ def test_serve_says_what_is_wrong(
     assert message in done.stderr
 
 
-def test_demo_shows_the_log_of_a_server_that_does_not_start(machine: Machine) -> None:
-    machine.stub("tritonserver", "#!/bin/bash\necho 'checkpoint: model.norm.weight is missing' >&2\nexit 1\n")
+@pytest.mark.parametrize(
+    "then",
+    [
+        "exit 1",
+        # A model's process that died: a child that nobody waits for, while the server goes on.
+        "sleep 0.1 & exec sleep 50",
+    ],
+)
+def test_demo_shows_the_log_of_a_server_that_does_not_start(machine: Machine, then: str) -> None:
+    machine.stub(
+        "tritonserver", f"#!/bin/bash\necho 'checkpoint: model.norm.weight is missing' >&2\n{then}\n"
+    )
     machine.stub("python3", PYTHON)
     done = machine.run("demo", MUSIC3_CHECKPOINT=str(machine.root))
     assert done.returncode == 1
