@@ -127,7 +127,11 @@ def _find(request_or_response: Any, name: str) -> Any:
 
 def from_torch(name: str, tensor: Tensor) -> Any:
     """A tensor for the wire, on the CPU: stages may live on different devices, and a window is a few MB."""
-    return pb_utils.Tensor.from_dlpack(name, tensor.detach().cpu().contiguous())
+    tensor = tensor.detach().cpu().contiguous()
+    if not tensor.numel():
+        # The server computes other strides for an empty tensor than torch, and refuses it as not contiguous.
+        return pb_utils.Tensor(name, tensor.numpy())
+    return pb_utils.Tensor.from_dlpack(name, tensor)
 
 
 def from_ints(name: str, values: Sequence[int], *, dtype: Any = np.int32, batched: bool = True) -> Any:
