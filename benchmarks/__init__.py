@@ -1,0 +1,1 @@
+"""Benchmarks: nothing here is asserted anywhere. Each compares in one run, alternating, and prints ratios."""
