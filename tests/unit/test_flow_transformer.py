@@ -10,8 +10,6 @@ from python_backend_models.networks.flow_transformer import FlowTransformer
 from tests.acoustic_models import MICRO, channels_last, make_acoustic, official_digest
 from tests.unit.test_condition_encoder import golden_hidden
 
-torch.set_num_threads(1)
-
 OFFICIAL = {
     "attention_head_dim": 64,
     "condition_dim": 2048,
@@ -101,19 +99,18 @@ def test_rotary_tables_are_the_closed_form() -> None:
         network = FlowTransformer(OFFICIAL | {"num_layers": 1})
     network.proj_in = torch.nn.Linear(1, 1)  # a device for the tables
     cos, sin = network.rotary(689)
-    assert cos.shape == sin.shape == (690, 1, 1, 16)
+    assert cos.shape == sin.shape == (690, 16)
     angles = torch.arange(690.0, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(16).double() / 16)
     # float32 angles of up to 689 are off by up to 3e-5.
-    torch.testing.assert_close(cos[:, 0, 0].double(), angles.cos(), atol=5e-5, rtol=0)
-    torch.testing.assert_close(sin[:, 0, 0].double(), angles.sin(), atol=5e-5, rtol=0)
+    torch.testing.assert_close(cos.double(), angles.cos(), atol=5e-5, rtol=0)
+    torch.testing.assert_close(sin.double(), angles.sin(), atol=5e-5, rtol=0)
 
 
 def test_attention_depends_on_distance_and_only_the_leading_channels_turn() -> None:
     cos, sin = make_acoustic(seed=3).transformer.rotary(9)
     q, k = noise(2, 8, seed=6)
-    rows = torch.stack((q, k))[:, None].expand(1, 10, 2, 1, 8).clone()  # [rows, tokens, q and k, heads, head]
-    flow_transformer._rotate(rows, cos, sin)
-    turned_q, turned_k = rows[0, :, 0, 0], rows[0, :, 1, 0]
+    turned_q, turned_k = turned = torch.stack((q, k))[:, None].expand(2, 10, 8).clone()  # one per token
+    flow_transformer._rotate(turned, cos, sin)
     scores = turned_q @ turned_k.t()
     torch.testing.assert_close(scores[:-1, :-1], scores[1:, 1:], atol=1e-5, rtol=0)
     assert (scores[0, 0] - scores[0, 5]).abs() > 1e-3
