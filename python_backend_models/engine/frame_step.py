@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from python_backend_models import sampling
 from python_backend_models.contract import (
@@ -25,6 +26,8 @@ from python_backend_models.engine.kv_cache import KVPool, decode_slots
 from python_backend_models.networks.backbone import Attend, Backbone
 from python_backend_models.networks.depth_decoder import DepthDecoder
 
+# Not cuDNN's: equal inputs were seen to give results one bfloat16 step apart there (vllm-omni 0.30.0).
+_DEPTH_ATTENTION: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 NEVER: Final = 2**31 - 1
 DRAWS_PER_FRAME: Final = CODEBOOKS
 
@@ -109,6 +112,12 @@ class DepthLoop:
             codes `[songs, 8]` int64; the conditional row's depth states `[songs, 7 * hidden]`; whether every
             logit was finite `[songs]` bool.
         """
+        with sdpa_kernel(_DEPTH_ATTENTION):
+            return self._walk(hidden, c0, seeds, positions)
+
+    def _walk(
+        self, hidden: Tensor, c0: Tensor, seeds: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         songs = c0.shape[0]
         noise = sampling.residual_noise(seeds, positions, self.depth.codes)
         cache = self.depth.start()

@@ -6,7 +6,9 @@ that is stepped past its end before the host has read its stop flag. Songs never
 except the unconditional rows' prompt prefix, which is the same token run for every song.
 """
 
+import copy
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,10 @@ try:  # older torch has no such module
 except ImportError:
     _varlen_attn = None
 
+_LOG = logging.getLogger(__name__)
 SCRATCH_PAGE = 0
+# Attention of unit noise is at most a few units; two kernels round it to bfloat16 in different orders.
+_PAGED_KERNEL_TOLERANCE = 5e-2
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -128,9 +133,18 @@ class PrefillAttention:
         pages: the row's pages in order.
         first_position: position of the chunk's first token.
         tokens: in the chunk.
+        paged: use the paged kernel, see `paged_kernel_works`.
     """
 
-    def __init__(self, pool: KVPool, pages: Sequence[int], *, first_position: int, tokens: int) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        pages: Sequence[int],
+        *,
+        first_position: int,
+        tokens: int,
+        paged: bool = False,
+    ) -> None:
         self.pool = pool
         self.end = first_position + tokens
         self.pages = list(pages[: pages_for(self.end, pool.page_tokens)])
@@ -138,7 +152,7 @@ class PrefillAttention:
         self.table = to_device(self.pages, device, dtype=torch.int32)
         positions = torch.arange(first_position, self.end, device=device)
         self.slots = decode_slots(pool, self.table.expand(tokens, -1), positions)
-        self.paged = paged_kernel_available(device, pool.keys.dtype)
+        self.paged = paged
         if self.paged:
             self.query_starts = to_device([0, tokens], device, dtype=torch.int32)
             self.length = to_device([self.end], device, dtype=torch.int32)
@@ -286,6 +300,45 @@ class PagedDecodeAttention:
             num_splits=1,
         )
         return attended.unsqueeze(1)
+
+
+@torch.inference_mode()
+def paged_kernel_works(pool: KVPool, heads: int) -> bool:
+    """Try the paged kernel on this device against the masked path; log what is wrong if it doesn't agree.
+
+    Kernels exist for some page sizes, head widths and devices only, and say so no sooner than when called.
+    """
+    if not paged_kernel_available(pool.keys.device, pool.keys.dtype):
+        return False
+    device, dtype = pool.keys.device, pool.keys.dtype
+    rows, (kv_heads, head_dim) = 2, pool.keys.shape[-2:]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    # A pool of its own with one layer: a short row, and one that ends within its second page.
+    trial = copy.copy(pool)
+    trial.keys, trial.values = (noise(1, 5, pool.page_tokens, kv_heads, head_dim) for _ in range(2))
+    tables = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([5, pool.page_tokens + 3], device=device)
+    slots = decode_slots(trial, tables, lengths - 1)
+    inputs = (
+        noise(rows, 1, heads, head_dim),
+        noise(rows, 1, kv_heads, head_dim),
+        noise(rows, 1, kv_heads, head_dim),
+    )
+    expected = MaskedDecodeAttention(trial, slots, tables, lengths)(0, *inputs).float()
+    try:
+        found = PagedDecodeAttention(trial, slots, tables, lengths)(0, *inputs).float()
+        difference = (found - expected).abs().max().item()
+    except (RuntimeError, TypeError) as error:
+        _LOG.warning("the paged attention kernel doesn't run here, reading whole tables instead: %s", error)
+        return False
+    if not difference <= _PAGED_KERNEL_TOLERANCE:
+        _LOG.warning("the paged attention kernel is off by %.1e, reading whole tables instead", difference)
+        return False
+    return True
 
 
 @dataclass

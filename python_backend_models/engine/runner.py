@@ -21,7 +21,7 @@ from python_backend_models.engine.kv_cache import (
     PagedDecodeAttention,
     PrefillAttention,
     SharedPrefix,
-    paged_kernel_available,
+    paged_kernel_works,
     pages_for,
 )
 from python_backend_models.engine.staging import to_device
@@ -68,6 +68,7 @@ class FrameRunner:
             backbone.config, pages=pages, page_tokens=page_tokens, dtype=self.dtype, device=self.device
         )
         self.prefix = SharedPrefix(self.pool)
+        self._paged = paged_kernel_works(self.pool, backbone.config["num_attention_heads"])
         self.state = LaneState.allocate(
             slots=slots,
             hidden=embedding.shape[1],
@@ -141,7 +142,9 @@ class FrameRunner:
         """
         ids = to_device(token_ids, self.device).unsqueeze(0)
         positions = torch.arange(first_position, first_position + len(token_ids), device=self.device)
-        attend = PrefillAttention(self.pool, pages, first_position=first_position, tokens=len(token_ids))
+        attend = PrefillAttention(
+            self.pool, pages, first_position=first_position, tokens=len(token_ids), paged=self._paged
+        )
         return self.backbone(self.backbone.embed(ids), positions.unsqueeze(0), attend)[0, -1]
 
     def hold(self, slot: int, row: int, hidden: Tensor) -> None:
@@ -194,7 +197,7 @@ class FrameRunner:
         self.pool.values.index_fill_(1, affected, 0)
 
     def _device_attention(self, slots: Tensor, tables: Tensor, lengths: Tensor) -> Attend:
-        if paged_kernel_available(self.device, self.dtype):
+        if self._paged:
             return PagedDecodeAttention(self.pool, slots, tables, lengths)
         return MaskedDecodeAttention(self.pool, slots, tables, lengths)
 
