@@ -136,7 +136,7 @@ class TritonServer:
             return
         if self.running:
             with contextlib.suppress(TimeoutError):
-                self.terminate()
+                self.terminate(timeout_s=10.0)
         if self.running:
             self.kill()
 
