@@ -144,7 +144,8 @@ def _add_integer(
 
 
 class SongProgress:
-    """What has arrived of a song so far: its frames, the cap they count towards, warnings, finish reason."""
+    """What has arrived of a song so far: its frames, the cap they count towards, warnings, finish reason; and
+    the tokens of its prompt, which the first response tells (None from a server that does not)."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -152,6 +153,7 @@ class SongProgress:
         self.frame_cap = 0
         self.warnings: tuple[str, ...] = ()
         self.finish_reason: str | None = None
+        self.prompt_tokens: int | None = None
         self._started_s = time.monotonic()
 
     @property
@@ -184,6 +186,9 @@ class SongReader(SongProgress):
         progress = result.as_numpy("progress")
         if progress is not None:
             self.frames_done, self.frame_cap = (int(value) for value in progress)
+        prompt_tokens = result.as_numpy("prompt_tokens")
+        if prompt_tokens is not None:
+            self.prompt_tokens = int(prompt_tokens[0])
         reason = self._texts(result, "finish_reason")
         if reason:
             self.finish_reason = reason[0]

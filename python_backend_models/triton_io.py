@@ -234,6 +234,7 @@ class SongListener:
         ]
         if not self._sent:
             tensors.append(from_texts("warnings", job.prompt.warnings, batched=False))
+            tensors.append(from_ints("prompt_tokens", [len(job.prompt.ids)], batched=False))
         if finish_reason:
             tensors.append(from_texts("finish_reason", [finish_reason], batched=False))
         with self._lock:
