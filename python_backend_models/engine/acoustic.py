@@ -26,7 +26,7 @@ from python_backend_models.contract import (
     WINDOW_FRAMES,
 )
 from python_backend_models.engine.graphs import CudaRecorder, GraphedFunction
-from python_backend_models.engine.precision import resolve
+from python_backend_models.engine.precision import resolve, resolve_attention
 from python_backend_models.networks.condition_encoder import ConditionEncoder
 from python_backend_models.networks.flow_transformer import FlowTransformer
 from python_backend_models.networks.vocoder import Vocoder
@@ -87,12 +87,14 @@ class FlowEngine:
         encoder, transformer: with their weights; moved to `device` and cast in place.
         device: where to compute. The noise is drawn there too, so songs differ between CPU and CUDA.
         precision: of the transformer's blocks, by name; the encoder and both ends are always float32.
+        attention: kernel by name, or `auto`.
         steps, guidance_scale: of the solve.
         graphs: on CUDA, record full windows as CUDA graphs, one for each of `batch_sizes`. Ignored elsewhere.
         batch_sizes: how many windows are solved together; must hold 1. By default the device's `BATCH_SIZES`.
 
     Raises:
-        ValueError: the device can't honour the precision, or encoder and transformer don't fit each other.
+        ValueError: the device can't honour the precision or the attention kernel, or encoder and transformer
+            don't fit each other.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class FlowEngine:
         *,
         device: torch.device | str,
         precision: str = "float32",
+        attention: str = "auto",
         steps: int = EULER_STEPS,
         guidance_scale: float = FLOW_GUIDANCE_SCALE,
         graphs: bool = True,
@@ -109,6 +112,14 @@ class FlowEngine:
     ) -> None:
         self.device = torch.device(device)
         self._precision = resolve(precision, self.device)
+        self._attention = resolve_attention(
+            attention,
+            self._precision,
+            tokens=1 + window_latents(WINDOW_FRAMES),
+            heads=transformer.config["num_attention_heads"],
+            head_dim=transformer.config["attention_head_dim"],
+        )
+        _LOG.info("flow in %s with %s attention on %s", precision, self._attention.name, self.device)
         width = encoder.config["out_dim"]
         if width != transformer.condition_channels:
             raise ValueError(
@@ -136,7 +147,7 @@ class FlowEngine:
 
     def solve(self, windows: Sequence[FlowWindow]) -> list[FlowResult | Exception]:
         """Results in the order of the windows; ValueError or NonFiniteError in the place of a bad one."""
-        with torch.inference_mode(), self._precision.active():
+        with torch.inference_mode(), self._precision.active(), self._attention.active():
             starts = [_attempt(self._start, window) for window in windows]
             return _in_groups(
                 starts, lambda start: start.noise.shape[1], self._solve_together, self._batch_sizes
@@ -211,7 +222,7 @@ class FlowEngine:
 
     def _record_full_windows(self) -> None:
         latents, channels = window_latents(WINDOW_FRAMES), self._transformer.latent_channels
-        with torch.inference_mode(), self._precision.active():
+        with torch.inference_mode(), self._precision.active(), self._attention.active():
             for batch in self._batch_sizes:
                 noise = torch.zeros(batch, latents, channels, device=self.device)
                 shares = noise.new_zeros(batch, latents, self._time_tokens.shape[1])

@@ -1,4 +1,4 @@
-"""Named precisions of a stage, and whether a device can honour them.
+"""Named precisions and attention kernels of a stage, and whether a device can honour them.
 
 `float32` and `tf32` keep float32 weights; `bfloat16` and `float16` hold the weights of matrix products and
 convolutions, and run those, in that type. Norms, softmax, activations, time features and solver state are
@@ -6,12 +6,14 @@ float32 in every precision. TF32 is a process-wide switch of torch, so it is set
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _WEIGHT_DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -22,6 +24,13 @@ _WEIGHT_DTYPES: Final[dict[str, torch.dtype]] = {
 PRECISIONS: Final = tuple(_WEIGHT_DTYPES)
 _TF32_CAPABILITY: Final = (8, 0)
 _PROBE_WIDTH: Final = 16
+_ATTENTION_BACKENDS: Final[dict[str, SDPBackend]] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+ATTENTION: Final = ("auto", *_ATTENTION_BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,49 @@ def resolve(name: str, device: torch.device) -> Precision:
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(f"precision {name} is not available on {_describe(device)}: {error}") from error
     return Precision(name, device)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention kernel that its device has; made by `resolve_attention`."""
+
+    name: str
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Let `scaled_dot_product_attention` run this kernel and no other."""
+        return sdpa_kernel(_ATTENTION_BACKENDS[self.name])
+
+
+def resolve_attention(
+    name: str, precision: Precision, *, tokens: int, heads: int, head_dim: int
+) -> Attention:
+    """The kernel of that name; for `auto` the first that runs, in the order flash, cudnn, efficient, math.
+
+    Args:
+        name: one of `ATTENTION`.
+        precision: whose weight dtype the queries have.
+        tokens, heads, head_dim: of the attention that will run.
+
+    Raises:
+        ValueError: no such kernel, or the device has none for these sizes and this precision.
+    """
+    if name not in ATTENTION:
+        raise ValueError(f"unknown attention {name!r}: one of {', '.join(ATTENTION)}")
+    queries = torch.zeros(2, heads, tokens, head_dim, dtype=precision.weight_dtype, device=precision.device)
+    reasons = []
+    for candidate in _ATTENTION_BACKENDS if name == "auto" else (name,):
+        try:
+            with torch.inference_mode(), warnings.catch_warnings(), Attention(candidate).active():
+                warnings.simplefilter("ignore", UserWarning)  # torch explains there why it has no kernel
+                F.scaled_dot_product_attention(queries, queries, queries)
+        except RuntimeError as error:
+            reasons.append(f"{candidate}: {error}")
+        else:
+            return Attention(candidate)
+    where = _describe(precision.device)
+    raise ValueError(
+        f"attention {name} is not available in {precision.name} on {where}: {'; '.join(reasons)}"
+    )
 
 
 def _has_tf32(device: torch.device) -> bool:

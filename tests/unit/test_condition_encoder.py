@@ -7,8 +7,6 @@ import torch
 from python_backend_models.networks import condition_encoder
 from tests.acoustic_models import MICRO, build, channels_last, official_digest, wave_tensors
 
-torch.set_num_threads(1)
-
 CONFIG = MICRO["condition_encoder"]
 OFFICIAL = {
     "condition_hidden_dim": 4096,

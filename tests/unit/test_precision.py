@@ -7,10 +7,8 @@ import torch
 
 from python_backend_models.engine import precision
 from python_backend_models.engine.acoustic import FlowEngine, FlowResult, FlowWindow, VocoderEngine
-from python_backend_models.engine.precision import PRECISIONS, resolve
+from python_backend_models.engine.precision import ATTENTION, PRECISIONS, resolve, resolve_attention
 from tests.acoustic_models import make_acoustic
-
-torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,3 +81,35 @@ def test_only_products_and_convolutions_are_stored_low(name: str) -> None:
     (result,) = flow.solve([FlowWindow(torch.zeros(4, 32), 0, 0, None)])
     assert isinstance(result, FlowResult)
     assert result.latent.dtype == result.carry.condition.dtype == torch.float32
+
+
+HEADS = {"tokens": 20, "heads": 2, "head_dim": 8}
+
+
+def test_auto_takes_the_first_kernel_that_runs() -> None:
+    chosen = resolve_attention("auto", resolve("float32", CPU), **HEADS)
+    assert chosen.name == "flash"
+    q, k, v = torch.randn(3, 1, 2, 20, 8, generator=torch.Generator().manual_seed(1))
+    with chosen.active():
+        got = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    weights = torch.softmax(q.double() @ k.double().mT / 8**0.5, dim=-1)
+    torch.testing.assert_close(got.double(), weights @ v.double(), atol=1e-6, rtol=0)
+
+
+def test_a_kernel_the_device_lacks_is_refused_by_name() -> None:
+    assert ATTENTION == ("auto", "flash", "cudnn", "efficient", "math")
+    assert resolve_attention("math", resolve("bfloat16", CPU), **HEADS).name == "math"
+    with pytest.raises(ValueError, match="attention cudnn is not available in float32 on the cpu"):
+        resolve_attention("cudnn", resolve("float32", CPU), **HEADS)
+    with pytest.raises(ValueError, match="'flash4': one of auto, flash"):
+        resolve_attention("flash4", resolve("float32", CPU), **HEADS)
+    networks = make_acoustic(seed=31)
+    with pytest.raises(ValueError, match="attention cudnn"):
+        FlowEngine(networks.encoder, networks.transformer, device="cpu", attention="cudnn")
+
+
+def test_the_log_says_which_kernel_runs(caplog: pytest.LogCaptureFixture) -> None:
+    networks = make_acoustic(seed=31)
+    with caplog.at_level("INFO"):
+        FlowEngine(networks.encoder, networks.transformer, device="cpu", precision="bfloat16")
+    assert "flow in bfloat16 with flash attention on cpu" in caplog.text

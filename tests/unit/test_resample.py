@@ -14,8 +14,6 @@ import torch
 from python_backend_models import chunking
 from python_backend_models.resample import StreamingResampler, resample, torchaudio_functional
 
-torch.set_num_threads(1)
-
 # torchaudio 2.11.1, float32: first taps of phase 0, and the answer to a unit impulse at sample 500 of 1000.
 FIRST_TAPS = [
     3.47e-24,

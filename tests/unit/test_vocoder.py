@@ -8,8 +8,6 @@ import torch
 from python_backend_models.networks import vocoder
 from tests.acoustic_models import MICRO, build, channels_last, make_acoustic, official_digest, random_tensors
 
-torch.set_num_threads(1)
-
 CONFIG = MICRO["vocoder"]
 OFFICIAL = {
     "decoder_hidden_dim": 1536,
