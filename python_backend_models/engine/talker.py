@@ -8,6 +8,7 @@ windows and then pauses.
 """
 
 import enum
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from python_backend_models.engine.events import EventReader
 from python_backend_models.engine.kv_cache import pages_for
 from python_backend_models.engine.runner import FrameRunner
 
+_LOG = logging.getLogger(__name__)
 MOST_LEAD_IN_FRAMES = 1
 
 
@@ -144,6 +146,7 @@ class TalkerEngine:
         self.run_ahead_windows = run_ahead_windows
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.frames_in_last_step = 0
+        self.prefilled_in_last_step = False
         self._songs: OrderedDict[int, Song] = OrderedDict()
         self._free_slots = list(range(runner.state.dummy_slot))
         self._events = EventReader(runner.state.events, interval_frames=read_interval_frames)
@@ -274,8 +277,18 @@ class TalkerEngine:
 
     def _prefill_one(self) -> bool:
         song = next((s for s in self._songs.values() if s.phase is Phase.PREFILL and not s.error), None)
+        self.prefilled_in_last_step = song is not None
         if song is None:
             return False
+        try:
+            self._prefill_chunk(song)
+        except Exception:
+            # Say, no memory for a long prompt: nothing of another song was touched.
+            _LOG.exception("a prompt of %d tokens failed", song.prompt_tokens)
+            song.error = SongError("the talker failed on this song's prompt")
+        return True
+
+    def _prefill_chunk(self, song: Song) -> None:
         for row, token_ids in enumerate((song.plan.prompt, song.plan.twin)):
             if row == 1:
                 song.prefilled[1] = max(
@@ -294,7 +307,7 @@ class TalkerEngine:
                     self.runner.hold(song.slot, row, last)
                     if row == 1:
                         self._go_live(song)
-                return True
+                return
         raise AssertionError("a song in prefill has tokens left")  # both rows end in the branch above
 
     def _chunk_tokens(self, song: Song, row: int, start: int) -> int:
