@@ -164,6 +164,17 @@ cmd_client() {
   exec "$VENV/bin/python" -m client.cli "$@"
 }
 
+help_gateway() {
+  cat <<'TEXT'
+Serve POST /v1/audio/speech and a listening page over a running server (all options: ./build.sh gateway --help).
+TEXT
+}
+cmd_gateway() {
+  locked gateway_environment
+  cd "$ROOT"
+  exec "$VENV/bin/python" -m client.gateway "$@"
+}
+
 help_test() {
   cat <<'TEXT'
 Run the tests, those through the real server too.
@@ -215,8 +226,11 @@ main() {
     usage >&2
     die "there is no command $command"
   fi
-  # The client has a --help of its own, with all its options.
-  if [[ "$name" != client && ("${1:-}" == -h || "${1:-}" == --help) ]]; then "help_$name" && return; fi
+  # The client and the gateway have a --help of their own, with all their options.
+  case "$name" in
+    client | gateway) ;;
+    *) if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then "help_$name" && return; fi ;;
+  esac
   "cmd_$name" "$@"
 }
 

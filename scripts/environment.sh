@@ -166,11 +166,30 @@ install_test_extras() {
   env_digest test >"$stamp"
 }
 
+install_gateway() {
+  local stamp="$VENV/.music3-gateway"
+  stamped "$stamp" gateway && return
+  say "downloading what the gateway needs: FastAPI, uvicorn, prometheus-client (about 5 MB)"
+  in_venv_pip install --quiet --no-build-isolation --editable "${ROOT}[gateway]"
+  env_digest gateway >"$stamp"
+}
+
+# The listening page is tested in a real browser, which Playwright would otherwise download for itself.
+install_browser() {
+  command -v chromium >/dev/null && return
+  system_install "the tests of the listening page need Chromium" chromium chromium
+}
+
 base_environment() {
   install_base
   install_server
 }
-test_environment() {
+gateway_environment() {
   base_environment
+  install_gateway
+}
+test_environment() {
+  gateway_environment
   install_test_extras
+  install_browser
 }

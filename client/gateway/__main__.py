@@ -1,0 +1,65 @@
+"""Runs a gateway in the foreground. Ctrl-C or SIGTERM lets songs on their way end; a second one does not."""
+
+import logging
+import socket
+import sys
+
+import uvicorn
+
+from client.gateway import options as gateway_options
+from client.gateway.app import make_app
+from client.gateway.options import Options
+
+# A GET carries the lyrics in its first line.
+_MAX_HEAD_BYTES = 128 * 1024
+_KEEP_ALIVE_S = 75
+
+
+def main() -> int:
+    """The exit code."""
+    options = gateway_options.read()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    log = logging.getLogger("gateway")
+    if not options.keys and not options.is_local:
+        log.warning("no key is set: whoever reaches %s can ask for songs", options.host)
+    try:
+        listener = _listen(options)
+    except OSError as error:
+        log.error("cannot listen on %s:%d: %s", options.host, options.port, error)
+        return 1
+    config = uvicorn.Config(
+        make_app(options),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        log_config=None,
+        # Its lines would have the lyrics of every GET in them; delivery.py logs songs.
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(options.drain_s),
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        ssl_certfile=options.tls_certificate,
+        ssl_keyfile=options.tls_key,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    scheme = "https" if options.tls_certificate else "http"
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    log.info("listening on %s://%s:%d/ for songs of %s", scheme, host, listener.getsockname()[1], options.url)
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _listen(options: Options) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.create_server((options.host, options.port), family=family, backlog=512)
+    # What is left in the buffers of a reader that takes nothing would otherwise hold its connection for ever:
+    # the kernel gives up after this. Accepted connections inherit it.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = round(2000 * options.stall_limit_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())
