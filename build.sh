@@ -134,6 +134,7 @@ cmd_demo() {
   local http grpc metrics log="$CACHE/demo-server-$$.log" pid summary status=0
   cmd_env
   read -r http grpc metrics < <(free_ports)
+  [[ -n "${MUSIC3_CHECKPOINT:-}" ]] || say "no MUSIC3_CHECKPOINT: a small random model will sing (noise, not music)"
   say "starting the server on free ports (log: $log)"
   "$ROOT/build.sh" serve --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" >"$log" 2>&1 </dev/null &
   pid=$!

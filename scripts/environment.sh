@@ -111,12 +111,12 @@ install_base() {
   fi
   say "downloading to .venv, where not there yet: PyTorch (below), the project's Python packages (about 60 MB)"
   # shellcheck disable=SC2046 # a list of requirements
-  in_venv_pip install --quiet $(pinned_group tools)
+  in_venv_pip install -qq $(pinned_group tools)
   install_torch
-  in_venv_pip install --quiet --no-build-isolation --editable "${ROOT}[model]"
+  in_venv_pip install -qq --no-build-isolation --editable "${ROOT}[model]"
   if ! have_tritonserver; then
     say "downloading Triton Inference Server with its Python backend: $(pinned_group server) (55 MB)"
-    in_venv_pip install --quiet --no-deps --group "$ROOT/pyproject.toml:server"
+    in_venv_pip install -qq --no-deps --group "$ROOT/pyproject.toml:server"
   fi
   env_digest base >"$stamp"
 }
@@ -131,11 +131,11 @@ install_torch() {
     say "downloading PyTorch $version with CUDA (about 3 GB)"
   else
     say "no NVIDIA GPU: downloading PyTorch $version, CPU build (about 200 MB)"
-    if in_venv_pip install --quiet "torch==$version+cpu" 2>"$CACHE/torch-cpu.log"; then return; fi
+    if in_venv_pip install -qq "torch==$version+cpu" 2>"$CACHE/torch-cpu.log"; then return; fi
     say "pip as configured here finds no CPU-only build of PyTorch $version (log: .cache/torch-cpu.log);"
     say "downloading the CUDA build instead: it runs on a CPU too, but is about 3 GB"
   fi
-  in_venv_pip install --quiet "torch==$version"
+  in_venv_pip install -qq "torch==$version"
 }
 
 install_server() {
@@ -158,9 +158,9 @@ install_test_extras() {
   local stamp="$VENV/.music3-test"
   stamped "$stamp" test && [[ -d "$CACHE/reference" ]] && return
   say "downloading what the tests need beside that: test tools and reference implementations (about 150 MB)"
-  in_venv_pip install --quiet --group "$ROOT/pyproject.toml:test"
+  in_venv_pip install -qq --group "$ROOT/pyproject.toml:test"
   rm -rf "$CACHE/reference.new"
-  in_venv_pip install --quiet --no-deps --target "$CACHE/reference.new" --group "$ROOT/pyproject.toml:reference"
+  in_venv_pip install -qq --no-deps --target "$CACHE/reference.new" --group "$ROOT/pyproject.toml:reference"
   rm -rf "$CACHE/reference"
   mv "$CACHE/reference.new" "$CACHE/reference"
   env_digest test >"$stamp"
@@ -170,7 +170,7 @@ install_gateway() {
   local stamp="$VENV/.music3-gateway"
   stamped "$stamp" gateway && return
   say "downloading what the gateway needs: FastAPI, uvicorn, prometheus-client (about 5 MB)"
-  in_venv_pip install --quiet --no-build-isolation --editable "${ROOT}[gateway]"
+  in_venv_pip install -qq --no-build-isolation --editable "${ROOT}[gateway]"
   env_digest gateway >"$stamp"
 }
 
