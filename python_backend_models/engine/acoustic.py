@@ -9,9 +9,9 @@ Source of the solve: vllm-omni 0.30.0; spec and golden vectors in tests/unit/tes
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,18 @@ from python_backend_models.contract import (
     PROMPT_SIGMA,
     WINDOW_FRAMES,
 )
+from python_backend_models.engine.batching import attempt, checked_sizes, in_groups
 from python_backend_models.engine.graphs import CudaRecorder, GraphedFunction
 from python_backend_models.engine.precision import resolve, resolve_attention
 from python_backend_models.networks.condition_encoder import ConditionEncoder
 from python_backend_models.networks.flow_transformer import FlowTransformer
-from python_backend_models.networks.vocoder import Vocoder
+from python_backend_models.networks.vocoder import Snake, Vocoder
 
 _LOG: Final = logging.getLogger(__name__)
 # A batch is cut into these sizes, largest first: never padded, since the work is per row. One window fills
 # a CPU's cores; eight together took 15 % longer there than one by one, for they leave the caches.
 BATCH_SIZES: Final = {"cuda": (8, 4, 2, 1), "cpu": (1,)}
 _SEED_PERSON: Final = b"minimax-ttm"
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class NonFiniteError(ArithmeticError):
@@ -91,6 +89,7 @@ class FlowEngine:
         steps, guidance_scale: of the solve.
         graphs: on CUDA, record full windows as CUDA graphs, one for each of `batch_sizes`. Ignored elsewhere.
         batch_sizes: how many windows are solved together; must hold 1. By default the device's `BATCH_SIZES`.
+        compiled: let torch.compile fuse what surrounds the blocks' products; the first call takes a minute.
 
     Raises:
         ValueError: the device can't honour the precision or the attention kernel, or encoder and transformer
@@ -109,6 +108,7 @@ class FlowEngine:
         guidance_scale: float = FLOW_GUIDANCE_SCALE,
         graphs: bool = True,
         batch_sizes: Sequence[int] | None = None,
+        compiled: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self._precision = resolve(precision, self.device)
@@ -130,8 +130,11 @@ class FlowEngine:
         for module in transformer.transformer_blocks.modules():
             if isinstance(module, nn.Linear):
                 module.to(self._precision.weight_dtype)
+        if compiled:
+            for block in transformer.transformer_blocks:
+                block.compile(dynamic=True)
         self._steps, self._guidance_scale = steps, guidance_scale
-        self._batch_sizes = _checked(batch_sizes or BATCH_SIZES[self.device.type])
+        self._batch_sizes = checked_sizes(batch_sizes or BATCH_SIZES[self.device.type])
         times = torch.tensor([step / steps for step in range(steps)], dtype=torch.float32)
         self._times = times.tolist()
         # float32 throughout, like the reference: 1 - fl(fl(1 - 1e-6) * t).
@@ -148,8 +151,8 @@ class FlowEngine:
     def solve(self, windows: Sequence[FlowWindow]) -> list[FlowResult | Exception]:
         """Results in the order of the windows; ValueError or NonFiniteError in the place of a bad one."""
         with torch.inference_mode(), self._precision.active(), self._attention.active():
-            starts = [_attempt(self._start, window) for window in windows]
-            return _in_groups(
+            starts = [attempt(self._start, window) for window in windows]
+            return in_groups(
                 starts, lambda start: start.noise.shape[1], self._solve_together, self._batch_sizes
             )
 
@@ -250,6 +253,7 @@ class VocoderEngine:
         precision: of the convolutions, by name.
         graphs: on CUDA, record the lengths of full windows as CUDA graphs. Ignored elsewhere.
         batch_sizes: as in `FlowEngine`.
+        compiled: let torch.compile fuse the snakes.
 
     Raises:
         ValueError: the device can't honour the precision.
@@ -263,6 +267,7 @@ class VocoderEngine:
         precision: str = "float32",
         graphs: bool = True,
         batch_sizes: Sequence[int] | None = None,
+        compiled: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self._precision = resolve(precision, self.device)
@@ -270,7 +275,9 @@ class VocoderEngine:
         for module in vocoder.modules():
             if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
                 module.to(self._precision.weight_dtype)
-        self._batch_sizes = _checked(batch_sizes or BATCH_SIZES[self.device.type])
+            elif compiled and isinstance(module, Snake):
+                module.compile(dynamic=True)
+        self._batch_sizes = checked_sizes(batch_sizes or BATCH_SIZES[self.device.type])
         recorder = CudaRecorder(self.device) if graphs and self.device.type == "cuda" else None
         self._forward = GraphedFunction(vocoder.forward, recorder)
         if recorder:
@@ -287,8 +294,8 @@ class VocoderEngine:
             `[2, samples]` float32 between -1 and 1 in each window's place, or ValueError or NonFiniteError.
         """
         with torch.inference_mode(), self._precision.active():
-            excerpts = [_attempt(self._excerpt, *pair) for pair in zip(latents, crops, strict=True)]
-            return _in_groups(
+            excerpts = [attempt(self._excerpt, *pair) for pair in zip(latents, crops, strict=True)]
+            return in_groups(
                 excerpts, lambda excerpt: excerpt.latent.shape[1], self._decode_together, self._batch_sizes
             )
 
@@ -349,44 +356,3 @@ def _carry_of(latent: Tensor, condition: Tensor) -> Carry:
     start = max(0, latent.shape[1] - CARRY_END_LATENTS)
     end = max(start, latent.shape[1] - CARRY_END_LATENTS + CARRY_LATENTS)
     return Carry(latent[:, start:end].clone(), condition[:, start:end].clone())
-
-
-def _checked(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    ordered = tuple(sorted(set(batch_sizes), reverse=True))
-    if not ordered or ordered[-1] != 1:
-        raise ValueError(f"batch sizes must be positive and hold 1, not {list(batch_sizes)}")
-    return ordered
-
-
-def _attempt(prepare: Callable[..., Item], *args: Any) -> Item | Exception:
-    """What `prepare` returns, or the ValueError or OverflowError that says what is wrong with the item."""
-    try:
-        return prepare(*args)
-    except (ValueError, OverflowError) as error:
-        return error
-
-
-def _in_groups(
-    items: Sequence[Item | Exception],
-    length: Callable[[Item], int],
-    compute: Callable[[Sequence[Item]], Sequence[Result | Exception]],
-    batch_sizes: Sequence[int],
-) -> list[Result | Exception]:
-    """Compute items of equal length together; exceptions among the items stay in their places."""
-    places: dict[int, list[int]] = {}
-    for place, item in enumerate(items):
-        if not isinstance(item, Exception):
-            places.setdefault(length(item), []).append(place)
-    results: dict[int, Result | Exception] = {}
-    for group in places.values():
-        for batch in _batches(group, batch_sizes):
-            results.update(zip(batch, compute([items[place] for place in batch]), strict=True))
-    return [results.get(place, item) for place, item in enumerate(items)]
-
-
-def _batches(group: Sequence[int], batch_sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    start = 0
-    while start < len(group):
-        size = next(size for size in batch_sizes if size <= len(group) - start)
-        yield group[start : start + size]
-        start += size

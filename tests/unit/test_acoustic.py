@@ -305,3 +305,27 @@ def test_networks_of_different_checkpoints_are_refused() -> None:
 def test_batch_sizes_must_reach_down_to_one(networks: Acoustic) -> None:
     with pytest.raises(ValueError, match="batch sizes"):
         VocoderEngine(networks.vocoder, device="cpu", batch_sizes=(4, 2))
+
+
+def test_compiled_stages_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Traced and functionalised as ever, but run by PyTorch's kernels: no compiler is needed here.
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **kw: compile_module(module, backend="aot_eager", **kw)
+    )
+    plain, compiled = make_acoustic(seed=12), make_acoustic(seed=12)
+    engines = [
+        (
+            FlowEngine(networks.encoder, networks.transformer, device="cpu", steps=2, compiled=on),
+            VocoderEngine(networks.vocoder, device="cpu", compiled=on),
+        )
+        for networks, on in ((plain, False), (compiled, True))
+    ]
+    assert all(block._compiled_call_impl for block in compiled.transformer.transformer_blocks)
+    for frames in (9, 30):
+        results = []
+        for flow, vocoder in engines:
+            (result,) = solved(flow, [window(frames, seed=frames)])
+            results.append((result.latent, vocoder.decode([result.latent], [(0, 512)])[0]))
+        for got, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
