@@ -1,0 +1,39 @@
+"""The GPU benchmark runs to its end; tried on a CPU, where its figures mean nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, report
+
+
+def test_it_runs_and_writes_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for name, smaller in {
+        "SONG_COUNTS": (1, 2),
+        "POSITIONS": (20,),
+        "PREFILL_TOKENS": (30,),
+        "BATCHES": (1,),
+        "PRECISIONS": ("float32", "bfloat16"),
+        "INDEPENDENT_FRAMES": 3,
+    }.items():
+        monkeypatch.setattr(gpu, name, smaller)
+    gpu.main(["--device", "cpu", "--size", "tiny", "--repeats", "1"])
+    figures = json.loads((tmp_path / "gpu.json").read_text())
+    assert {(row["graphs"], row["songs"]) for row in figures["talker"]["steps"]} == {
+        (graphs, songs) for graphs in ("off", "depth", "frame") for songs in (1, 2)
+    }
+    assert figures["talker"]["independence"]["equal"] == 8
+    assert {row["precision"] for row in figures["acoustic"]["flow"]} == {"float32", "bfloat16"}
+    assert "Frame steps" in capsys.readouterr().out
+
+
+def test_what_the_budget_leaves_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    gpu.main(["--device", "cpu", "--size", "tiny", "--parts", "talker", "--budget-s", "0"])
+    assert "left out: talker with graphs=frame" in capsys.readouterr().out
