@@ -4,7 +4,7 @@ Stateless: what a song's next window needs from this one is the carry that comes
 length are computed together, and each item's result is the same as if it were alone: exactly, where the
 device's kernels treat rows alike. An item that is malformed or comes out non-finite gets an exception in
 its place; the others are unharmed. Not for two threads at once.
-Source of the solve: vllm-omni 0.30.0; spec and golden vectors in tests/unit/test_acoustic.py.
+Source of the solve: vllm-omni 0.30.0; golden vectors in tests/unit/test_acoustic.py.
 """
 
 import hashlib
@@ -75,6 +75,7 @@ class _Start:
 
     noise: Tensor  # [128, latents]
     condition: Tensor  # [2048, latents], its beginning replaced by the carry's
+    share: Tensor  # [latents, width], of the condition in the input tokens
     prompt: Tensor  # [128, pinned latents]
 
 
@@ -84,7 +85,8 @@ class FlowEngine:
     Args:
         encoder, transformer: with their weights; moved to `device` and cast in place.
         device: where to compute. The noise is drawn there too, so songs differ between CPU and CUDA.
-        precision: of the transformer's blocks, by name; the encoder and both ends are always float32.
+        precision: of the transformer's blocks, by name. What is computed once per window stays float32; so do
+            the latents' own projections, except in tf32.
         attention: kernel by name, or `auto`.
         steps, guidance_scale: of the solve.
         graphs: on CUDA, record full windows as CUDA graphs, one for each of `batch_sizes`. Ignored elsewhere.
@@ -139,7 +141,8 @@ class FlowEngine:
         self._times = times.tolist()
         # float32 throughout, like the reference: 1 - fl(fl(1 - 1e-6) * t).
         self._noise_shares = (1.0 - (1.0 - PROMPT_SIGMA) * times).tolist()
-        with torch.inference_mode():
+        self._float32 = resolve("float32", self.device)
+        with torch.inference_mode(), self._float32.active():
             self._time_tokens = transformer.time_tokens(times.to(self.device))
             self._folded = transformer.fold()
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
@@ -150,8 +153,9 @@ class FlowEngine:
 
     def solve(self, windows: Sequence[FlowWindow]) -> list[FlowResult | Exception]:
         """Results in the order of the windows; ValueError or NonFiniteError in the place of a bad one."""
-        with torch.inference_mode(), self._precision.active(), self._attention.active():
+        with torch.inference_mode(), self._float32.active():
             starts = [attempt(self._start, window) for window in windows]
+        with torch.inference_mode(), self._precision.active(), self._attention.active():
             return in_groups(
                 starts, lambda start: start.noise.shape[1], self._solve_together, self._batch_sizes
             )
@@ -175,10 +179,10 @@ class FlowEngine:
             prompt = window.carry.latent[:, :latents].to(self.device, torch.float32)
             pinned = prompt.shape[1]
             condition[:, :pinned] = window.carry.condition[:, :pinned].to(self.device)
-        return _Start(noise, condition, prompt)
+        share = self._transformer.condition_tokens(condition[None])[0]
+        return _Start(noise, condition, share, prompt)
 
     def _solve_together(self, starts: Sequence[_Start]) -> list[FlowResult | Exception]:
-        condition = torch.stack([start.condition for start in starts])
         noise = torch.stack([start.noise.t() for start in starts])
         full = noise.shape[1] == window_latents(WINDOW_FRAMES)
         lengths = [start.prompt.shape[1] for start in starts]
@@ -188,12 +192,14 @@ class FlowEngine:
             row[: start.prompt.shape[1]] = start.prompt.t()
         positions, ends = torch.arange(reach), torch.tensor(lengths)
         pinned = (positions < ends[:, None])[..., None].to(self.device)
-        shares = self._transformer.condition_tokens(condition)
+        shares = torch.stack([start.share for start in starts])
         latents = self._integrate(noise, shares, prompt, pinned).transpose(1, 2).contiguous()
         finite = torch.isfinite(latents).flatten(1).all(dim=1).tolist()
         return [
-            FlowResult(latent, _carry_of(latent, own)) if ok else NonFiniteError("the solve is not finite")
-            for latent, own, ok in zip(latents, condition, finite, strict=True)
+            FlowResult(latent, _carry_of(latent, start.condition))
+            if ok
+            else NonFiniteError("the solve is not finite")
+            for latent, start, ok in zip(latents, starts, finite, strict=True)
         ]
 
     def _euler(self, x: Tensor, shares: Tensor, prompt: Tensor, pinned: Tensor) -> Tensor:
