@@ -188,6 +188,37 @@ cmd_test() {
   exec "$VENV/bin/python" -m pytest "$@"
 }
 
+help_bench() {
+  cat <<'TEXT'
+Measure in one run against other implementations; tables here, JSON and plots in benchmarks/results/.
+Usage: ./build.sh bench talker|acoustic|song|gpu [options]   (./build.sh bench talker --help says which)
+
+  talker     the autoregressive engine against diffusers' loop, and how a step's cost grows
+  acoustic   windows of one and of eight songs against diffusers and vllm-omni
+  song       songs through the server at 1, 2, 4 and 8 clients: time to first audio, RTF, overhead
+  gpu        full-size random weights on a CUDA device, under 8 minutes
+
+Without --checkpoint, a random mid-size checkpoint (1.1 GB) is made in .cache/mid first.
+TEXT
+}
+cmd_bench() {
+  local name="${1:-}"
+  [[ "$name" =~ ^[a-z]+$ && -f "$ROOT/benchmarks/$name.py" ]] || die "bench: which one? (./build.sh bench --help)"
+  shift
+  locked test_environment
+  cd "$ROOT"
+  local argument needs_checkpoint=1
+  [[ "$name" == gpu ]] && needs_checkpoint=0
+  for argument in "$@"; do
+    case "$argument" in -h | --help | --checkpoint | --checkpoint=*) needs_checkpoint=0 ;; esac
+  done
+  if ((needs_checkpoint)); then
+    "$VENV/bin/python" -m python_backend_models.tiny_checkpoint "$CACHE/mid" --size mid
+    set -- --checkpoint "$CACHE/mid" "$@"
+  fi
+  exec "$VENV/bin/python" -m "benchmarks.$name" "$@"
+}
+
 help_lint() {
   cat <<'TEXT'
 Check format and style of Python and shell files; --fix formats them.
