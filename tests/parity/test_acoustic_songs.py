@@ -18,7 +18,7 @@ from tests.parity.acoustic_oracles import VllmOmniStage, diffusers_song, random_
 from tests.parity.conftest import Fidelity
 
 SIZES = (4, 5, 6)
-SONG_STEPS = 8
+SONG_STEPS = 4
 
 
 def sized(seed: int) -> Acoustic:

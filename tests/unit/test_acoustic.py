@@ -323,9 +323,7 @@ def test_compiled_stages_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     assert all(block._compiled_call_impl for block in compiled.transformer.transformer_blocks)
     for frames in (9, 30):
-        results = []
-        for flow, vocoder in engines:
-            (result,) = solved(flow, [window(frames, seed=frames)])
-            results.append((result.latent, vocoder.decode([result.latent], [(0, 512)])[0]))
-        for got, expected in zip(results[1], results[0], strict=True):
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        got, expected = (solved(flow, [window(frames, seed=frames)])[0] for flow, _ in engines)
+        torch.testing.assert_close(got.latent, expected.latent, atol=1e-5, rtol=0)
+    got, expected = (vocoder.decode([expected.latent], [(0, 512)])[0] for _, vocoder in engines)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
