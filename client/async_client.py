@@ -51,7 +51,8 @@ class AsyncSongStream(AsyncIterator[Chunk]):
             self._call.cancel()
             raise
         except BaseException:
-            self.cancel()
+            if not self._reader.final:
+                self.cancel()
             self._end()
             raise
         if not self._ended:
@@ -118,7 +119,7 @@ class AsyncMusic3Client:
         reader = SongReader(
             audio_encoding=audio_encoding, url=self.url, model=self.model, request_id=request_id
         )
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline_s, metadata=wire.STREAM_METADATA)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline_s)
         song = AsyncSongStream(self, call, reader)
         self._songs.add(song)
         return song

@@ -1,9 +1,11 @@
 """What can go wrong with a song, as exceptions that say what to do next.
 
-Every error carries `advice` (one sentence, may be empty) and `frames_done`, the frames whose audio
-had arrived. The gRPC status decides the class; Triton itself refuses some requests without a status,
-and then its wording does.
+Every error carries `advice` (one sentence, may be empty) and `frames_done`, the frames that had arrived.
+Where a gRPC status comes, it decides the class. Triton's streams carry a refusal as text without its status;
+then the text decides: by the name of a status that it begins with, else by the wording of the server's rules.
 """
+
+import re
 
 import grpc
 
@@ -27,6 +29,24 @@ _TRANSPORT_WORDS = (
     "unavailable: transport",
     "stream removed",
 )
+
+
+# What the texts of errors look like that come without a status, first match first. The server's refusals of a
+# field begin with its name; Triton's own checks of a request have words of their own.
+_KINDS: tuple[tuple[str, str], ...] = (
+    (r"^(caption|lyrics|seed|max_frames|audio_encoding|prompt): ", "INVALID_ARGUMENT"),
+    (r"this model cannot honour|no such input|sent as a request parameter", "INVALID_ARGUMENT"),
+    (r"songs run and \d+ wait|not available|not ready|maximum queue size|shutting down", "UNAVAILABLE"),
+    (r"^(talker|dit|vocoder): |the server's log says why", "INTERNAL"),
+    (r"unknown model|model '?[^']*'? is not found", "NOT_FOUND"),
+    (r"cancelled|given up", "CANCELLED"),
+    (
+        r"unexpected (shape|inference input|data)|expected number of inputs|inference input",
+        "INVALID_ARGUMENT",
+    ),
+)
+_NAMED_STATUS = re.compile(r"^\[?([A-Z]+(?:_[A-Z]+)*)\]?: ")
+_TRITON_NAMES = {"INVALID_ARG": "INVALID_ARGUMENT"}
 
 
 class Music3Error(Exception):
@@ -84,17 +104,14 @@ def from_status(
 
 
 def from_message(message: str, *, url: str, model: str, frames_done: int = 0) -> Music3Error:
-    """The exception for an error text that came without a status (Triton's own checks of a request)."""
-    text = message.lower()
-    if "unknown model" in text or ("model" in text and "not found" in text):
-        return _no_such_model(message, url=url, model=model, frames_done=frames_done)
-    if "not ready" in text or "unavailable" in text or "maximum queue size" in text:
-        return _unavailable(message, url=url, frames_done=frames_done)
-    if "unexpected" in text or "expected" in text or "missing" in text:
-        return InvalidRequest(message, frames_done=frames_done)
-    if "cancel" in text:
-        return Cancelled(message, frames_done=frames_done)
-    return from_status(grpc.StatusCode.INTERNAL, message, url=url, model=model, frames_done=frames_done)
+    """The exception for an error text that came without a status."""
+    name = "INTERNAL"
+    named = _NAMED_STATUS.match(message)
+    if named and _TRITON_NAMES.get(named[1], named[1]) in grpc.StatusCode.__members__:
+        name, message = _TRITON_NAMES.get(named[1], named[1]), message[named.end() :]
+    else:
+        name = next((kind for words, kind in _KINDS if re.search(words, message)), name)
+    return from_status(grpc.StatusCode[name], message, url=url, model=model, frames_done=frames_done)
 
 
 def _unavailable(details: str, *, url: str, frames_done: int) -> ServerUnavailable:

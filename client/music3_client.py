@@ -49,7 +49,8 @@ class SongStream(Iterator[Chunk]):
                 raise Cancelled("cancelled", frames_done=self._reader.frames_done) from None
             raise self._reader.error(error.code(), error.details()) from None
         except BaseException:
-            self.cancel()
+            if not self._reader.final:
+                self.cancel()
             self._end()
             raise
         if not self._ended:
@@ -125,7 +126,7 @@ class Music3Client:
         reader = SongReader(
             audio_encoding=audio_encoding, url=self.url, model=self.model, request_id=request_id
         )
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline_s, metadata=wire.STREAM_METADATA)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline_s)
         song = SongStream(self, call, reader)
         self._songs.add(song)
         return song

@@ -26,8 +26,6 @@ AudioEncoding = Literal["f32", "s16"]
 
 DEFAULT_URL: Final = "localhost:8001"
 DEFAULT_MODEL: Final = "music3"
-# Without it Triton (24.08 and later) puts errors in a response's text and loses their status.
-STREAM_METADATA: Final = (("triton_grpc_error", "true"),)
 # A six-minute song may wait an hour for its turn with no byte sent, so no time-out stands by default;
 # a dead peer is found by a ping. Triton takes pings more often than every 300 s for abuse.
 CHANNEL_OPTIONS: Final = (
@@ -50,7 +48,8 @@ class Chunk:
     """One piece of a song, as it arrived.
 
     `audio` is `[samples, 2]`: float32 in -1 ... 1 for `f32`, int16 for `s16`. `frames_done` counts the
-    frames (25 a second) whose audio has arrived with it, out of at most `frame_cap`. `warnings` are those
+    frames (25 a second) that the server has decoded with it, out of at most `frame_cap`; the end of what is
+    decoded is held back for the next chunk to join on to. `warnings` are those
     that came with this chunk; `finish_reason` is `stop` or `length` on the last one, else None.
     `elapsed_s` is the time since the request was sent.
     """
@@ -177,6 +176,9 @@ class SongReader(SongProgress):
         if "triton_final_response" in response.parameters:
             self.final = response.parameters["triton_final_response"].bool_param
         if message.error_message:
+            # No more comes. (The metadata `triton_grpc_error` would give errors as gRPC statuses instead, but
+            # on Triton 2.51 it ends the server with a segmentation fault when several songs fail at once.)
+            self.final = True
             raise from_message(
                 message.error_message, url=self._url, model=self._model, frames_done=self.frames_done
             )
