@@ -1,8 +1,9 @@
 """Named precisions and attention kernels of a stage, and whether a device can honour them.
 
 `float32` and `tf32` keep float32 weights; `bfloat16` and `float16` hold the weights of matrix products and
-convolutions, and run those, in that type. Norms, softmax, activations, time features and solver state are
-float32 in every precision. TF32 is a process-wide switch of torch, so it is set around each call.
+convolutions, and run those, in that type; what lies directly between two products (the gate of the
+feed-forward) is rounded to it as well. Norms, softmax, snakes, time features, residual streams and solver
+state are float32 in every precision. TF32 is a process-wide switch of torch, so it is set around each call.
 """
 
 import contextlib
