@@ -16,7 +16,7 @@ from python_backend_models.contract import (
     C0_TOKEN_OFFSET,
     CONTEXT_TOKENS,
 )
-from python_backend_models.networks.layers import Linear, RMSNorm, swiglu
+from python_backend_models.networks.layers import Linear, RMSNorm, embedding, swiglu
 
 DRAWABLE_COLUMNS = 1 + C0_CODES
 
@@ -87,8 +87,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.embed_tokens.requires_grad_(False)
+        self.embed_tokens = embedding(config["vocab_size"], config["hidden_size"])
         self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_hidden_layers"]))
         self.norm = RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"], round_before_scale=True)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_backend_models.contract import CODEBOOKS, RESIDUAL_CODES
-from python_backend_models.networks.layers import Linear, RMSNorm, swiglu
+from python_backend_models.networks.layers import Linear, RMSNorm, embedding, swiglu
 
 _NORM_EPS = 1e-6
 
@@ -76,9 +76,9 @@ class DepthDecoder(nn.Module):
         self.config = dict(config)
         hidden, self.codes = config["hidden_size"], config["audio_vocab_size"]
         residuals = config["num_codebooks"] - 1
-        self.audio_embeddings = nn.Embedding(residuals * self.codes, hidden).requires_grad_(False)
+        self.audio_embeddings = embedding(residuals * self.codes, hidden)
         self.projection = Linear(hidden, hidden)
-        self.pos_embedding = nn.Embedding(config["max_position_embeddings"], hidden).requires_grad_(False)
+        self.pos_embedding = embedding(config["max_position_embeddings"], hidden)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_layers"]))
         self.norm = RMSNorm(hidden, eps=_NORM_EPS, round_before_scale=False)
         self.audio_heads = nn.ModuleList(Linear(hidden, self.codes) for _ in range(residuals))
