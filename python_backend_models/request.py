@@ -42,6 +42,18 @@ class SongRequest:
     audio_encoding: str = contract.AUDIO_ENCODINGS[0]
 
 
+def take_probe(parameters: dict[str, object]) -> bool:
+    """Take the parameter `probe` out of a request's: whether it only asks if songs can be made.
+
+    Raises:
+        InvalidRequestError: its value is neither true nor false.
+    """
+    probe = parameters.pop("probe", False)
+    if not isinstance(probe, bool):
+        raise InvalidRequestError(f"probe: {shown(str(probe))} is not allowed; allowed: true, false")
+    return probe
+
+
 def parse_request(
     fields: Fields,
     parameters: Mapping[str, object],

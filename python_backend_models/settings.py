@@ -17,6 +17,7 @@ from python_backend_models.engine.precision import PRECISIONS
 
 ENVIRONMENT_PREFIX = "MUSIC3_"
 CHECKPOINT_VARIABLE = f"{ENVIRONMENT_PREFIX}CHECKPOINT"
+FAULTS_VARIABLE = f"{ENVIRONMENT_PREFIX}TEST_FAULTS"
 
 Stage = TypeVar("Stage", bound="StageSettings")
 
@@ -71,6 +72,11 @@ class DeviceSettings(StageSettings):
     cpu_threads: int = setting(
         0, "threads of a computation on the CPU; 0: half the cores, as two stages work at once", least=0
     )
+    fault: str = setting(
+        "",
+        f"for tests only, refused unless {FAULTS_VARIABLE}=1 is in the environment: break something once, "
+        "see engine/faults.py",
+    )
 
     @property
     def threads(self) -> int:
@@ -89,6 +95,12 @@ class Music3Settings(StageSettings):
     )
     waiting_songs: int = setting(256, "songs that may wait for a place; more are UNAVAILABLE", least=0)
     max_frames: int = setting(MAX_SONG_FRAMES, "longest song that is accepted", least=1, most=MAX_SONG_FRAMES)
+    stage_limit_s: float = setting(
+        300.0, "a song whose call to a stage takes longer is given up as UNAVAILABLE", least=1
+    )
+    control_folder: str = setting(
+        "/dev/shm", "where this process and the drain command leave each other notes; must be writable"
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,8 @@ def read(
             if source.get(key, ""):
                 values[name] = _parse(stage, key, source[key], field)
                 break
+    if values.get("fault") and environment.get(FAULTS_VARIABLE) != "1":
+        raise SettingsError(f"{stage}: fault is set, which is for tests: it needs {FAULTS_VARIABLE}=1")
     return kind(**values)
 
 

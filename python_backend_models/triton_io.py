@@ -1,5 +1,6 @@
-"""The only module that knows Triton: tensors, errors, calls and answers between the server and the package.
+"""Between the server and the package: tensors, errors, answers, log and metrics.
 
+This and `triton_stages`, which calls other models, are the only modules that know Triton.
 `triton_python_backend_utils` exists only inside the server's stub process (and as a fake in unit tests).
 """
 
@@ -7,6 +8,7 @@ import base64
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,25 +17,22 @@ import torch
 import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
-from python_backend_models import pcm
+from python_backend_models import metrics, pcm
 from python_backend_models.contract import OUTPUT_RATE_HZ
-from python_backend_models.orchestrator import (
-    SongCancelledError,
-    SongJob,
-    TalkerWindow,
-    UnavailableError,
-)
+from python_backend_models.engine import acoustic, talker
+from python_backend_models.orchestrator import SongCancelledError, SongJob, UnavailableError
 from python_backend_models.request import InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
 # Numbers of Triton's C API: the stub fills pb_utils only after a model's file, and so this one, is read.
 _FINAL = 1
-_START, _END = 1, 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END
+# Begins a stage's error that was written for clients; whatever else comes out of a stage may hold paths.
+FOR_CLIENTS = "this song: "
 Item = TypeVar("Item")
 
 
 class StageError(Exception):
-    """A stage answered with an error; the message is its own."""
+    """A stage could not do its part of a song; the message is for the client."""
 
 
 # ------------------------------------------------------------------ start-up
@@ -166,14 +165,20 @@ def to_triton_error(error: Exception) -> Any:
             )
 
 
-def error_response(error: Exception) -> Any:
-    """A response that is this error."""
-    return pb_utils.InferenceResponse(error=to_triton_error(error))
-
-
 def send_error(sender: Any, error: Exception) -> None:
     """End a decoupled request with an error."""
-    sender.send(error_response(error), flags=_FINAL)
+    sender.send(pb_utils.InferenceResponse(error=to_triton_error(error)), flags=_FINAL)
+
+
+def stage_failure(error: Exception) -> StageError:
+    """What a stage tells the orchestrator of an error of one song."""
+    match error:
+        case talker.SongError() | acoustic.NonFiniteError():
+            return StageError(f"{FOR_CLIENTS}{error}")
+        case MemoryError() | torch.OutOfMemoryError():
+            return StageError(f"{FOR_CLIENTS}not enough memory")
+        case _:
+            return StageError("failed")
 
 
 def answer_batch(
@@ -181,32 +186,77 @@ def answer_batch(
     read: Callable[[Any], Item],
     compute: Callable[[list[Item]], Sequence[Any]],
     write: Callable[[Any], list[Any]],
+    *,
+    count: Callable[[int, int, float], None] = lambda windows, failed, seconds: None,
 ) -> list[Any]:
     """Answer what Triton batched: read each request, compute all that could be read, write each answer.
 
-    A request that can't be read, or whose own result is an exception, is answered with an error and harms no
-    other; if the computation itself raises, all of them are.
+    A request that can't be read, written, or whose own result is an exception, is answered with an error and
+    harms no other. If computing them together raises, each is computed alone: it may have been one of them,
+    or too many for the memory.
+
+    Args:
+        count: told of the number of requests, how many failed, and the seconds of the computation.
     """
     answers: dict[int, Any] = {}
     items: dict[int, Item] = {}
     for index, request in enumerate(requests):
-        try:
-            items[index] = read(request)
-        except Exception as error:
-            _LOG.exception("a request could not be read")
-            answers[index] = error
-    if items:
-        try:
-            answers.update(zip(items, compute(list(items.values())), strict=True))
-        except Exception as error:
-            _LOG.exception("a batch of %d failed", len(items))
-            answers.update(dict.fromkeys(items, error))
-    return [
-        error_response(StageError(str(answers[index])))
-        if isinstance(answers[index], Exception)
-        else pb_utils.InferenceResponse(output_tensors=write(answers[index]))
-        for index in range(len(requests))
-    ]
+        _attempt(items, answers, index, read, request)
+    started_s = time.perf_counter()
+    try:
+        answers.update(zip(items, compute(list(items.values())), strict=True))
+    except Exception:
+        _LOG.exception("a batch of %d failed; computing them one by one", len(items))
+        for index, item in items.items():
+            _attempt(answers, answers, index, lambda item: compute([item])[0], item)
+    seconds = time.perf_counter() - started_s
+    written: dict[int, list[Any]] = {}
+    for index, answer in answers.items():
+        if not isinstance(answer, Exception):
+            _attempt(written, answers, index, write, answer)
+    count(len(requests), len(requests) - len(written), seconds)
+    return [_response(written.get(index), answers[index]) for index in range(len(requests))]
+
+
+def _attempt(
+    results: dict[int, Any], errors: dict[int, Any], index: int, function: Callable[[Any], Any], given: Any
+) -> None:
+    """Keep what a function makes of one request's part, or the error in its place."""
+    try:
+        results[index] = function(given)
+    except Exception as error:
+        _LOG.exception("a request of a batch failed")
+        errors[index] = error
+
+
+def _response(tensors: list[Any] | None, answer: Any) -> Any:
+    if tensors is not None:
+        return pb_utils.InferenceResponse(output_tensors=tensors)
+    _LOG.error("a request is answered with an error: %s: %s", type(answer).__name__, answer)
+    return pb_utils.InferenceResponse(error=to_triton_error(stage_failure(answer)))
+
+
+# ------------------------------------------------------------------- metrics
+
+
+def publish_metrics(board: metrics.Board, args: Mapping[str, str]) -> metrics.Publisher:
+    """Publish a board on the server's metrics page, if it has one; call in `initialize`."""
+    families: dict[str, Any] = {}
+
+    def sink(family: metrics.Family, labels: Mapping[str, str]) -> Any:
+        if family.name not in families:
+            kind = getattr(pb_utils.MetricFamily, family.kind.upper())
+            families[family.name] = pb_utils.MetricFamily(
+                name=family.name, description=family.meaning, kind=kind
+            )
+        return families[family.name].Metric(labels=dict(labels))
+
+    name = args["model_instance_name"]
+    try:
+        return metrics.Publisher(board, sink, instance_name=name)
+    except Exception as error:  # metrics are switched off, or this server can't have custom ones
+        _LOG.warning("no metrics of %s: %s", name, error)
+        return metrics.Publisher(board, None, instance_name=name)
 
 
 # --------------------------------------------------------------- front door
@@ -260,104 +310,3 @@ class SongListener:
             return [pb_utils.Tensor("audio_s16", integers)]
         encoded = base64.b64encode(integers.astype("<i2").tobytes()).decode()
         return [from_texts("audio_base64", [encoded], batched=False)]
-
-
-# ---------------------------------------------------------------- BLS stages
-
-
-class BlsStages:
-    """A song's calls to the other models, one short call per window and stage."""
-
-    def __init__(self, *, name: str, trace: Any) -> None:
-        self._name, self._trace = name, trace
-
-    def start(self, key: int, job: SongJob) -> TalkerWindow:
-        inputs = [
-            from_ints("prompt_ids", job.prompt.ids),
-            from_ints("draw_seed", [job.draw_seed], dtype=np.int64),
-            from_ints("max_frames", [job.max_frames]),
-            from_ints("lead_in_frames", [job.lead_in_frames]),
-        ]
-        return self._window(key, inputs, flags=_START)
-
-    def next_window(self, key: int) -> TalkerWindow:
-        return self._window(key, [], flags=0)
-
-    def end(self, key: int) -> None:
-        """Never raises: it runs when the song is over anyway, and the talker drops idle songs by itself."""
-        try:
-            self._call("talker", [], [], correlation_id=key, flags=_END)
-        except Exception as error:
-            _LOG.warning("song %s: the talker did not take its end: %s", self._name, error)
-
-    def solve(self, window: TalkerWindow, seed: int, carry: Any) -> tuple[Any, Any]:
-        inputs = [
-            window.hidden,
-            from_ints("seed", [seed], dtype=np.int64),
-            from_ints("window_index", [window.index]),
-            *(carry or (_empty("carry_latent"), _empty("carry_condition"))),
-        ]
-        outputs = self._call("dit", inputs, ["latent", "carry_latent", "carry_condition"])
-        return outputs["latent"], (outputs["carry_latent"], outputs["carry_condition"])
-
-    def decode(self, latent: Any, crop_samples: tuple[int, int]) -> Tensor:
-        outputs = self._call("vocoder", [latent, from_ints("crop_samples", crop_samples)], ["waveform"])
-        return torch.from_dlpack(outputs["waveform"].to_dlpack())[0].clone()
-
-    def _window(self, key: int, inputs: list[Any], *, flags: int) -> TalkerWindow:
-        names = ["hidden", "window_index", "end_frame", "crop_samples", "finish_reason"]
-        outputs = self._call("talker", inputs, names, correlation_id=key, flags=flags)
-        reason = outputs["finish_reason"].as_numpy().reshape(-1)[0].decode()
-        left, right = outputs["crop_samples"].as_numpy().reshape(-1).tolist()
-        return TalkerWindow(
-            hidden=outputs["hidden"],
-            index=int(outputs["window_index"].as_numpy().reshape(-1)[0]),
-            end_frame=int(outputs["end_frame"].as_numpy().reshape(-1)[0]),
-            crop_samples=(left, right),
-            finish_reason=reason or None,
-        )
-
-    def _call(
-        self,
-        model: str,
-        inputs: list[Any],
-        outputs: list[str],
-        *,
-        correlation_id: int = 0,
-        flags: int = 0,
-    ) -> dict[str, Any]:
-        request = pb_utils.InferenceRequest(
-            model_name=model,
-            requested_output_names=outputs,
-            inputs=inputs,
-            request_id=self._name,
-            correlation_id=correlation_id,
-            flags=flags,
-            trace=self._trace,
-        )
-        found: dict[str, Any] = {}
-        try:
-            # Read to the end, then let go of the iterator: it keeps every response in shared memory.
-            for response in request.exec(decoupled=True):
-                if response.has_error():
-                    raise _stage_error(model, response.error())
-                found.update({tensor.name(): tensor for tensor in response.output_tensors()})
-        except pb_utils.TritonModelException as error:
-            raise _stage_error(model, error) from error
-        if missing := [name for name in outputs if name not in found]:
-            raise StageError(f"{model}: answered without {', '.join(missing)}")
-        return found
-
-
-def _stage_error(model: str, error: Any) -> Exception:
-    """What a failed call means to a song: the server is going, a stage is dead, or the song failed."""
-    text = error.message() if hasattr(error, "message") else str(error)
-    code = error.code() if hasattr(error, "code") else None
-    unavailable = code == pb_utils.TritonError.UNAVAILABLE
-    if unavailable or "not ready" in text or "not healthy" in text or "unhealthy" in text:
-        return UnavailableError(f"{model}: not available, the server is starting, stopping or broken")
-    return StageError(f"{model}: {text}")
-
-
-def _empty(name: str) -> Any:
-    return pb_utils.Tensor(name, np.zeros((1, 0, 0), dtype=np.float32))

@@ -20,6 +20,16 @@ Reply = Callable[[WindowResult | SongError], None]
 
 
 @dataclass(frozen=True)
+class StepReport:
+    """What a step did, and what songs there are after it."""
+
+    census: Census
+    frames: int
+    prefilled: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
 class _Note:
     key: int
     reply: Reply | None = None
@@ -32,7 +42,7 @@ class TalkerLoop:
     Args:
         engine: not touched by anyone else from now on.
         idle_limit_s: a song that waits for nobody's request this long is dropped: its orchestrator is gone.
-        on_step: called after every step with the engine's census, frames drawn in it and its seconds.
+        on_step: called after every step, from the engine's thread.
     """
 
     def __init__(
@@ -40,7 +50,7 @@ class TalkerLoop:
         engine: TalkerEngine,
         *,
         idle_limit_s: float,
-        on_step: Callable[[Census, int, float], None] | None = None,
+        on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         self._engine = engine
         self._idle_limit_s = idle_limit_s
@@ -79,13 +89,14 @@ class TalkerLoop:
                 deliveries, busy = self._engine.fail_all(SongError("the talker failed on this song")), False
             for key, result in deliveries:
                 self._answer(key, result)
-            if self._on_step:
-                self._on_step(
-                    self._engine.census, self._engine.frames_in_last_step, time.perf_counter() - started_s
-                )
+            self._report(time.perf_counter() - started_s)
             self._drop_idle()
         for key in list(self._replies):
             self._answer(key, SongError("the talker is shutting down"))
+        while not self._notes.empty():
+            note = self._notes.get_nowait()
+            if note is not None and note.reply is not None:
+                _say(note.reply, SongError("the talker is shutting down"))
 
     def _read_notes(self, *, wait: bool) -> bool:
         """Take in all notes, waiting for one if there is nothing else to do; False to stop."""
@@ -105,18 +116,18 @@ class TalkerLoop:
             self._answer(note.key, SongError("the song was ended"))
             return
         if note.key in self._replies:
-            note.reply(SongError("the song already waits for a window"))
+            _say(note.reply, SongError("the song already waits for a window"))
             return
         try:
             if note.plan is not None:
                 self._engine.admit(note.key, note.plan)
             self._engine.request_window(note.key)
         except SongError as error:
-            note.reply(error)
+            _say(note.reply, error)
         except KeyError:
-            note.reply(SongError("no such song: it was never started, or was idle for too long"))
+            _say(note.reply, SongError("no such song: it was never started, or was idle for too long"))
         except ValueError as error:
-            note.reply(SongError(str(error)))
+            _say(note.reply, SongError(str(error)))
         else:
             self._replies[note.key] = note.reply
             self._last_asked_s[note.key] = time.monotonic()
@@ -124,9 +135,18 @@ class TalkerLoop:
     def _answer(self, key: int, result: WindowResult | SongError) -> None:
         reply = self._replies.pop(key, None)
         if reply is not None:
-            reply(result)
             if key in self._last_asked_s:
                 self._last_asked_s[key] = time.monotonic()
+            _say(reply, result)
+
+    def _report(self, seconds: float) -> None:
+        engine = self._engine
+        try:
+            self._on_step(
+                StepReport(engine.census, engine.frames_in_last_step, engine.prefilled_in_last_step, seconds)
+            )
+        except Exception:
+            _LOG.exception("a step could not be reported")
 
     def _drop_idle(self) -> None:
         now_s = time.monotonic()
@@ -139,3 +159,11 @@ class TalkerLoop:
             _LOG.warning("song %d was idle for %.0f s and is dropped", key, self._idle_limit_s)
             self._engine.release(key)
             del self._last_asked_s[key]
+
+
+def _say(reply: Reply, result: WindowResult | SongError) -> None:
+    """Reply; a reply that fails (its asker is gone) is no reason to leave the other songs."""
+    try:
+        reply(result)
+    except Exception:
+        _LOG.exception("a song's request could not be answered")

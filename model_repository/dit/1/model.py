@@ -2,10 +2,13 @@
 
 from __future__ import annotations  # the stub fills pb_utils only after this file is read
 
+from functools import partial
+
 import torch
 import triton_python_backend_utils as pb_utils
 
-from python_backend_models import triton_io
+from python_backend_models import metrics, triton_io
+from python_backend_models.engine import faults
 from python_backend_models.engine.acoustic import Carry, FlowResult, FlowWindow
 from python_backend_models.engine.loading import load_flow
 from python_backend_models.settings import DitSettings, read
@@ -19,9 +22,21 @@ class TritonPythonModel:
         settings = read(DitSettings, "dit", triton_io.parameters(args))
         torch.set_num_threads(settings.threads)
         self._engine = load_flow(settings, triton_io.compute_device(args, settings.device))
+        faults.arm(self._engine, settings.fault)
+        self._board = metrics.acoustic_board("dit")
+        self._publisher = triton_io.publish_metrics(self._board, args)
 
     def execute(self, requests: list) -> list:
-        return triton_io.answer_batch(requests, read_window, self._engine.solve, write_result)
+        return triton_io.answer_batch(
+            requests,
+            read_window,
+            self._engine.solve,
+            write_result,
+            count=partial(metrics.count_batch, self._board, "dit"),
+        )
+
+    def finalize(self) -> None:
+        self._publisher.close()
 
 
 def read_window(request: pb_utils.InferenceRequest) -> FlowWindow:

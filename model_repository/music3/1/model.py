@@ -4,18 +4,25 @@ from __future__ import annotations  # the stub fills pb_utils only after this fi
 
 import json
 import logging
+import os
 import time
+from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from python_backend_models import sampling, triton_io
-from python_backend_models.orchestrator import SongJob, SongLine, SongReport, UnavailableError
+from python_backend_models import metrics, sampling, triton_io
+from python_backend_models.control import DrainNotes
+from python_backend_models.orchestrator import SongJob, SongReport, UnavailableError
 from python_backend_models.prompt import PromptBuilder, frame_budget
-from python_backend_models.request import FIELDS, InvalidRequestError, parse_request
+from python_backend_models.request import FIELDS, InvalidRequestError, parse_request, take_probe
 from python_backend_models.settings import Music3Settings, read
+from python_backend_models.song_line import LineCensus, SongLine
+from python_backend_models.stub_processes import StubWatch
+from python_backend_models.triton_stages import BlsStages
 
 _LOG = logging.getLogger("python_backend_models.music3")
 _EXIT_TIMEOUT_S = 10.0
+_DRAINING = "the server is draining: it finishes its songs and takes no new ones; ask another one"
 
 
 class TritonPythonModel:
@@ -23,19 +30,29 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         triton_io.start_logging()
-        self._settings = read(Music3Settings, "music3", triton_io.parameters(args))
-        tokenizer = self._settings.checkpoint_path / "tokenizer" / "tokenizer.json"
-        self._prompts = PromptBuilder(tokenizer, profile=self._settings.profile)
+        self._settings = settings = read(Music3Settings, "music3", triton_io.parameters(args))
+        tokenizer = settings.checkpoint_path / "tokenizer" / "tokenizer.json"
+        self._prompts = PromptBuilder(tokenizer, profile=settings.profile)
+        self._board = metrics.music3_board()
+        self._board.set("music3_places", settings.live_songs)
+        self._publisher = triton_io.publish_metrics(self._board, args)
+        self._stubs = StubWatch(os.getppid())
+        self._notes = DrainNotes(Path(settings.control_folder), os.getppid())
+        self._notes.withdraw()
         self._line = SongLine(
-            live_songs=self._settings.live_songs,
-            waiting_songs=self._settings.waiting_songs,
-            on_end=log_song,
+            live_songs=settings.live_songs,
+            waiting_songs=settings.waiting_songs,
+            stage_limit_s=settings.stage_limit_s,
+            died_s=self._stubs.died_s,
+            on_tick=self._tick,
+            on_end=self._song_ended,
+            on_lost=lambda stage: self._board.add("music3_lost_calls_total", stage=stage),
         )
         _LOG.info(
             "music3: %d songs at once, %d may wait, profile %s",
-            self._settings.live_songs,
-            self._settings.waiting_songs,
-            self._settings.profile,
+            settings.live_songs,
+            settings.waiting_songs,
+            settings.profile,
         )
 
     def execute(self, requests: list) -> None:
@@ -44,17 +61,24 @@ class TritonPythonModel:
             try:
                 self._accept(request, sender)
             except (InvalidRequestError, UnavailableError) as error:
+                kind = "refused" if isinstance(error, InvalidRequestError) else "unavailable"
+                self._board.add("music3_songs_total", outcome=kind)
                 triton_io.send_error(sender, error)
             except Exception as error:
                 _LOG.exception("request %s could not be accepted", request.request_id())
+                self._board.add("music3_songs_total", outcome="failed")
                 triton_io.send_error(sender, error)
 
     def finalize(self) -> None:
         self._line.close(timeout_s=_EXIT_TIMEOUT_S)
+        self._publisher.close()
+        self._notes.withdraw()
 
     def _accept(self, request: pb_utils.InferenceRequest, sender: object) -> None:
         fields = {name: triton_io.to_numpy(request, name) for name in FIELDS}
-        song = parse_request(fields, json.loads(request.parameters() or "{}"), profile=self._settings.profile)
+        parameters = json.loads(request.parameters() or "{}")
+        probe = take_probe(parameters)
+        song = parse_request(fields, parameters, profile=self._settings.profile)
         prompt = self._prompts.build(song.caption, song.lyrics)
         most = self._settings.max_frames
         if song.max_frames is not None and song.max_frames > most:
@@ -68,13 +92,35 @@ class TritonPythonModel:
             seed=song.seed,
             draw_seed=sampling.ar_draw_seed(song.seed, profile=self._settings.profile),
             lead_in_frames=sampling.lead_in_frames(self._settings.profile),
-            max_frames=min(budget, most),
+            max_frames=1 if probe else min(budget, most),
+            probe=probe,
         )
         listener = triton_io.SongListener(
             request, sender, audio_encoding=song.audio_encoding, profile=self._settings.profile
         )
-        stages = triton_io.BlsStages(name=job.name, trace=listener.trace)
-        self._line.submit(job, stages, listener)
+        stages = BlsStages(name=job.name, trace=listener.trace)
+        (self._line.probe if probe else self._line.submit)(job, stages, listener)
+
+    def _tick(self, census: LineCensus) -> None:
+        """Housekeeping, a few times a second."""
+        self._stubs.look()
+        draining = self._notes.wished
+        if draining == census.open:
+            _LOG.info("music3: %s", "draining" if draining else "taking songs again")
+            if draining:
+                self._line.refuse(_DRAINING)
+            else:
+                self._line.reopen()
+        self._notes.answer(census.live if draining and not census.open else None)
+        self._board.set("music3_live_songs", census.live)
+        self._board.set("music3_waiting_songs", census.waiting)
+        self._board.set("music3_accepting", not draining)
+
+    def _song_ended(self, report: SongReport) -> None:
+        if report.job.probe and report.outcome == "done":
+            return  # every ten seconds, and it says nothing about songs
+        metrics.count_song(self._board, report)
+        log_song(report)
 
 
 def log_song(report: SongReport) -> None:

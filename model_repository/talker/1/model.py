@@ -7,11 +7,12 @@ import logging
 import torch
 import triton_python_backend_utils as pb_utils
 
-from python_backend_models import triton_io
+from python_backend_models import metrics, triton_io
 from python_backend_models.contract import CODEBOOKS
+from python_backend_models.engine import faults
 from python_backend_models.engine.loading import load_talker
 from python_backend_models.engine.talker import SongError, SongPlan, WindowResult
-from python_backend_models.engine.talker_loop import Reply, TalkerLoop
+from python_backend_models.engine.talker_loop import Reply, StepReport, TalkerLoop
 from python_backend_models.prompt import unconditional_twin
 from python_backend_models.settings import SettingsError, TalkerSettings, read
 
@@ -31,7 +32,11 @@ class TritonPythonModel:
             )
         torch.set_num_threads(settings.threads)
         engine = load_talker(settings, triton_io.compute_device(args, settings.device))
-        self._loop = TalkerLoop(engine, idle_limit_s=settings.idle_limit_s)
+        faults.arm(engine, settings.fault)
+        self._board = metrics.talker_board()
+        self._count(StepReport(engine.census, frames=0, prefilled=False, seconds=0.0))
+        self._publisher = triton_io.publish_metrics(self._board, args)
+        self._loop = TalkerLoop(engine, idle_limit_s=settings.idle_limit_s, on_step=self._count)
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -40,10 +45,20 @@ class TritonPythonModel:
                 self._take(request, sender)
             except Exception as error:
                 _LOG.exception("a request of a song could not be taken")
-                triton_io.send_error(sender, error)
+                triton_io.send_error(sender, triton_io.stage_failure(error))
 
     def finalize(self) -> None:
         self._loop.close()
+        self._publisher.close()
+
+    def _count(self, report: StepReport) -> None:
+        metrics.count_step(
+            self._board,
+            vars(report.census),
+            frames=report.frames,
+            prefilled=report.prefilled,
+            seconds=report.seconds,
+        )
 
     def _take(self, request: pb_utils.InferenceRequest, sender: object) -> None:
         key = triton_io.to_int(request, "CORRID")
@@ -76,7 +91,7 @@ def replier(sender: object) -> Reply:
 
     def reply(result: WindowResult | SongError) -> None:
         if isinstance(result, SongError):
-            triton_io.send_error(sender, triton_io.StageError(str(result)))
+            triton_io.send_error(sender, triton_io.stage_failure(result))
             return
         window = result.window
         tensors = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations  # the stub fills pb_utils only after this file is read
 
+from functools import partial
+
 import torch
 import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
-from python_backend_models import triton_io
+from python_backend_models import metrics, triton_io
+from python_backend_models.engine import faults
 from python_backend_models.engine.loading import load_vocoder
 from python_backend_models.settings import VocoderSettings, read
 
@@ -19,9 +22,21 @@ class TritonPythonModel:
         settings = read(VocoderSettings, "vocoder", triton_io.parameters(args))
         torch.set_num_threads(settings.threads)
         self._engine = load_vocoder(settings, triton_io.compute_device(args, settings.device))
+        faults.arm(self._engine, settings.fault)
+        self._board = metrics.acoustic_board("vocoder")
+        self._publisher = triton_io.publish_metrics(self._board, args)
 
     def execute(self, requests: list) -> list:
-        return triton_io.answer_batch(requests, read_latent, self._decode, write_waveform)
+        return triton_io.answer_batch(
+            requests,
+            read_latent,
+            self._decode,
+            write_waveform,
+            count=partial(metrics.count_batch, self._board, "vocoder"),
+        )
+
+    def finalize(self) -> None:
+        self._publisher.close()
 
     def _decode(self, items: list[tuple[Tensor, tuple[int, int]]]) -> list[Tensor | Exception]:
         latents, crops = zip(*items, strict=True)

@@ -1,0 +1,90 @@
+"""The server's stub processes as /proc shows them: which runs which model, and which are gone.
+
+The server itself is silent about a dead stub: measured on Triton 2.51, it and the model stay ready, no new
+stub is started, and a call that waited for the dead one never returns. So whoever waits has to look. Standard
+library only; where /proc shows nothing, nobody is ever reported dead.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_PROC = Path("/proc")
+_STUB = "triton_python_backend_stub"
+_INSTANCE = re.compile(r"(.+)_\d+_\d+")  # the server's name for a model instance, an argument of its stub
+_SEARCH_EVERY_S = 10.0
+
+Finder = Callable[[int], Mapping[int, str]]
+
+
+def find_stubs(server_pid: int) -> dict[int, str]:
+    """Process ids of a server's living stubs, and the model that each runs."""
+    found = {}
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit() and parent_of(int(folder.name)) == server_pid:
+            model = _model_of(_arguments(folder))
+            if model is not None:
+                found[int(folder.name)] = model
+    return found
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a living process; None where there is no such process, or only what is left of it."""
+    try:
+        # The name, in parentheses, may hold anything; after it come the state and the parent.
+        state, parent = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(parent)
+
+
+def _arguments(folder: Path) -> list[str]:
+    try:
+        return (folder / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def _model_of(arguments: list[str]) -> str | None:
+    if len(arguments) < 2 or Path(arguments[0]).name != _STUB:
+        return None
+    for argument in arguments[2:]:
+        if match := _INSTANCE.fullmatch(argument):
+            return match[1]
+    return Path(arguments[1]).parents[1].name  # <model>/<version>/model.py
+
+
+class StubWatch:
+    """Remembers a server's stubs and notices when one is gone. Not for two threads at once.
+
+    Args:
+        server_pid: the server's process id, i.e. a stub's parent.
+    """
+
+    def __init__(self, server_pid: int, *, find: Finder = find_stubs) -> None:
+        self._server_pid, self._find = server_pid, find
+        self._known: dict[int, str] = {}
+        self._died_s: dict[str, float] = {}
+        self._searched_s: float | None = None
+
+    def look(self) -> None:
+        """Check the stubs that are known; every few seconds, look for new ones too."""
+        now_s = time.monotonic()
+        gone = [pid for pid in self._known if parent_of(pid) != self._server_pid]
+        for pid in gone:
+            self._died_s[self._known.pop(pid)] = now_s
+        if self._searched_s is None or gone or now_s - self._searched_s >= _SEARCH_EVERY_S:
+            self._known, self._searched_s = dict(self._find(self._server_pid)), now_s
+
+    def died_s(self, model: str) -> float | None:
+        """When (`time.monotonic`) a stub of the model was last found gone; None if never."""
+        return self._died_s.get(model)
+
+    @property
+    def models(self) -> dict[str, int]:
+        """Living stubs by model."""
+        counts: dict[str, int] = {}
+        for model in self._known.values():
+            counts[model] = counts.get(model, 0) + 1
+        return counts

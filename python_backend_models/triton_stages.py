@@ -1,0 +1,116 @@
+"""A song's calls to the other models, over Triton's business logic scripting."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+from torch import Tensor
+
+from python_backend_models.orchestrator import SongJob, TalkerWindow, UnavailableError
+from python_backend_models.triton_io import FOR_CLIENTS, StageError, from_ints
+
+_LOG = logging.getLogger(__name__)
+_START, _END = 1, 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, not in pb_utils while this is read
+
+
+class BlsStages:
+    """A song's calls to the other models, one short call per window and stage."""
+
+    def __init__(self, *, name: str, trace: Any) -> None:
+        self._name, self._trace = name, trace
+
+    def start(self, key: int, job: SongJob) -> TalkerWindow:
+        inputs = [
+            from_ints("prompt_ids", job.prompt.ids),
+            from_ints("draw_seed", [job.draw_seed], dtype=np.int64),
+            from_ints("max_frames", [job.max_frames]),
+            from_ints("lead_in_frames", [job.lead_in_frames]),
+        ]
+        return self._window(key, inputs, flags=_START)
+
+    def next_window(self, key: int) -> TalkerWindow:
+        return self._window(key, [], flags=0)
+
+    def end(self, key: int) -> None:
+        """Never raises: it runs when the song is over anyway, and the talker drops idle songs by itself."""
+        try:
+            self._call("talker", [], [], correlation_id=key, flags=_END)
+        except Exception as error:
+            _LOG.warning("song %s: the talker did not take its end: %s", self._name, error)
+
+    def solve(self, window: TalkerWindow, seed: int, carry: Any) -> tuple[Any, Any]:
+        inputs = [
+            window.hidden,
+            from_ints("seed", [seed], dtype=np.int64),
+            from_ints("window_index", [window.index]),
+            *(carry or (_empty("carry_latent"), _empty("carry_condition"))),
+        ]
+        outputs = self._call("dit", inputs, ["latent", "carry_latent", "carry_condition"])
+        return outputs["latent"], (outputs["carry_latent"], outputs["carry_condition"])
+
+    def decode(self, latent: Any, crop_samples: tuple[int, int]) -> Tensor:
+        outputs = self._call("vocoder", [latent, from_ints("crop_samples", crop_samples)], ["waveform"])
+        return torch.from_dlpack(outputs["waveform"].to_dlpack())[0].clone()
+
+    def _window(self, key: int, inputs: list[Any], *, flags: int) -> TalkerWindow:
+        names = ["hidden", "window_index", "end_frame", "crop_samples", "finish_reason"]
+        outputs = self._call("talker", inputs, names, correlation_id=key, flags=flags)
+        reason = outputs["finish_reason"].as_numpy().reshape(-1)[0].decode()
+        left, right = outputs["crop_samples"].as_numpy().reshape(-1).tolist()
+        return TalkerWindow(
+            hidden=outputs["hidden"],
+            index=int(outputs["window_index"].as_numpy().reshape(-1)[0]),
+            end_frame=int(outputs["end_frame"].as_numpy().reshape(-1)[0]),
+            crop_samples=(left, right),
+            finish_reason=reason or None,
+        )
+
+    def _call(
+        self,
+        model: str,
+        inputs: list[Any],
+        outputs: list[str],
+        *,
+        correlation_id: int = 0,
+        flags: int = 0,
+    ) -> dict[str, Any]:
+        request = pb_utils.InferenceRequest(
+            model_name=model,
+            requested_output_names=outputs,
+            inputs=inputs,
+            request_id=self._name,
+            correlation_id=correlation_id,
+            flags=flags,
+            trace=self._trace,
+        )
+        found: dict[str, Any] = {}
+        try:
+            # Read to the end, then let go of the iterator: it keeps every response in shared memory.
+            for response in request.exec(decoupled=True):
+                if response.has_error():
+                    raise _stage_error(model, response.error())
+                found.update({tensor.name(): tensor for tensor in response.output_tensors()})
+        except pb_utils.TritonModelException as error:
+            raise _stage_error(model, error) from error
+        if missing := [name for name in outputs if name not in found]:
+            raise StageError(f"{model}: answered without {', '.join(missing)}")
+        return found
+
+
+def _stage_error(model: str, error: Any) -> Exception:
+    """What a failed call means to a song: the server is going, a stage is dead, or the song failed."""
+    text = error.message() if hasattr(error, "message") else str(error)
+    if text.startswith(FOR_CLIENTS):
+        return StageError(f"{model}: {text.removeprefix(FOR_CLIENTS)}")
+    code = error.code() if hasattr(error, "code") else None
+    _LOG.warning("%s: %s", model, text)
+    unavailable = code == pb_utils.TritonError.UNAVAILABLE
+    if unavailable or "not ready" in text or "not healthy" in text or "unhealthy" in text:
+        return UnavailableError(f"{model}: not available, the server is starting, stopping or broken")
+    return StageError(f"{model}: failed on this song; the server's log says why")
+
+
+def _empty(name: str) -> Any:
+    return pb_utils.Tensor(name, np.zeros((1, 0, 0), dtype=np.float32))
