@@ -7,6 +7,7 @@ on `release`, which is legal at any time. A live song runs ahead of what was ask
 windows and then pauses.
 """
 
+import contextlib
 import enum
 import logging
 from collections import OrderedDict
@@ -226,6 +227,12 @@ class TalkerEngine:
         Returns:
             what became ready, and whether there may be more to do without a new request.
         """
+        # The current device belongs to a thread, and the engine's is not the one that loaded the weights.
+        device = self.runner.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return self._step()
+
+    def _step(self) -> tuple[list[Delivery], bool]:
         self._start_waiting()
         prefilling = self._prefill_one()
         lanes = [song for song in self._songs.values() if self._may_run(song)]
