@@ -126,10 +126,13 @@ def _find(request_or_response: Any, name: str) -> Any:
 
 def from_torch(name: str, tensor: Tensor) -> Any:
     """A tensor for the wire, on the CPU: stages may live on different devices, and a window is a few MB."""
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu()
+    # The server looks at the strides of axes of size 1 and 0 too, where torch calls any strides contiguous.
     if not tensor.numel():
-        # The server computes other strides for an empty tensor than torch, and refuses it as not contiguous.
         return pb_utils.Tensor(name, tensor.numpy())
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.stride() != plain.stride():
+        tensor = plain.copy_(tensor)
     return pb_utils.Tensor.from_dlpack(name, tensor)
 
 
