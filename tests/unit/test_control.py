@@ -1,0 +1,277 @@
+"""Draining and guarding a server, with processes that stand in for it and its stubs."""
+
+import contextlib
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from python_backend_models import control
+from python_backend_models.control import DRAINED, NO_SERVER, NOT_YET, DrainNotes
+from python_backend_models.stub_processes import StubWatch, find_stubs, parent_of
+
+# A "server" that runs each model file it is given in a process whose command line is that of a stub.
+SERVER = """
+import os, subprocess, sys, time
+children = []
+for path in sys.argv[1:]:
+    name = path.split("/")[-3]
+    line = ["/backend/triton_python_backend_stub", path, "region", "1", "1", str(os.getpid()), "/d", "336"]
+    children.append(subprocess.Popen([*line, name + "_0_0"], executable=sys.executable))
+print("up", flush=True)
+while True:
+    for child in children:
+        child.poll()  # reaps it, as Triton does
+    time.sleep(0.02)
+"""
+
+
+class StandIn:
+    """A process with stubs for children."""
+
+    def __init__(self, folder: Path, *models: str) -> None:
+        paths = []
+        for model in models:
+            path = folder / model / "1" / "model.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("import time\ntime.sleep(600)\n")
+            paths.append(str(path))
+        self.process = subprocess.Popen([sys.executable, "-c", SERVER, *paths], stdout=subprocess.PIPE)
+        self.pid = self.process.pid
+        assert self.process.stdout
+        assert self.process.stdout.readline() == b"up\n"
+        # A stub shows the server's command line until it has become itself.
+        until(lambda: sorted(find_stubs(self.pid).values()) == sorted(models))
+
+    def kill_stub(self, model: str) -> None:
+        (pid,) = (pid for pid, name in find_stubs(self.pid).items() if name == model)
+        os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        for pid in find_stubs(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StandIn]:
+    running = StandIn(tmp_path / "repository", "music3", "dit")
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_POLL_S", 0.02)
+    monkeypatch.setattr(control, "_GUARD_POLL_S", 0.05)
+    monkeypatch.setattr(control, "_ANSWER_WITHIN_S", 1.0)
+
+
+# -------------------------------------------------------------------- processes
+
+
+def test_parents_of_processes_that_live_are_ended_or_never_were(server: StandIn) -> None:
+    assert parent_of(server.pid) == os.getpid()
+    assert parent_of(os.getpid()) == os.getppid()
+    child = subprocess.Popen(["true"])
+    until(lambda: parent_of(child.pid) is None)  # not waited for: a zombie counts as gone
+    child.wait()
+    assert parent_of(2**30) is None
+
+
+def test_stubs_are_found_by_model_and_missed_when_they_die(server: StandIn) -> None:
+    assert sorted(find_stubs(server.pid).values()) == ["dit", "music3"]
+    assert find_stubs(os.getpid()) == {}
+    watch = StubWatch(server.pid)
+    watch.look()
+    assert watch.models == {"music3": 1, "dit": 1}
+    assert watch.died_s("dit") is None
+    before_s = time.monotonic()
+    server.kill_stub("dit")
+    until(lambda: "dit" not in find_stubs(server.pid).values())
+    watch.look()
+    died_s = watch.died_s("dit")
+    assert died_s is not None
+    assert before_s <= died_s <= time.monotonic()
+    assert (watch.died_s("music3"), watch.models) == (None, {"music3": 1})
+
+
+def test_a_stub_that_came_later_is_watched_too() -> None:
+    found = {11: "talker"}
+    watch = StubWatch(1, find=lambda pid: found)
+    watch.look()  # process 11 is no child of 1: gone at the next look
+    found = {}
+    watch.look()
+    assert watch.died_s("talker") is not None
+
+
+# ------------------------------------------------------------------------ drain
+
+
+def answering(notes: DrainNotes, counts: list[int | None]) -> threading.Thread:
+    """Plays the server's part: waits for the wish, then gives these answers."""
+
+    def play() -> None:
+        until(lambda: notes.wished)
+        for count in counts:
+            notes.answer(count)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    return thread
+
+
+@pytest.mark.usefixtures("quick")
+def test_drain_waits_for_the_last_song_and_stops_the_server(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = DrainNotes(tmp_path, server.pid)
+    assert not notes.wished
+    player = answering(notes, [2, 1, 0])
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=20, stop=True) == DRAINED
+    player.join()
+    told = capsys.readouterr().err
+    assert "2 songs still run" in told
+    assert "is drained" in told
+    assert server.process.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_drain_that_takes_too_long_says_so_and_goes_on_refusing(server: StandIn, tmp_path: Path) -> None:
+    notes = DrainNotes(tmp_path, server.pid)
+    player = answering(notes, [3])
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=0.5, stop=True) == NOT_YET
+    player.join()
+    assert notes.wished
+    assert server.process.poll() is None
+    assert control.main(["drain", "--pid", str(server.pid), "--folder", str(tmp_path), "--undo"]) == DRAINED
+    assert not notes.wished
+    assert notes.live_songs is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_server_that_does_not_answer_is_not_left_with_a_wish(server: StandIn, tmp_path: Path) -> None:
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=30, stop=True) == NO_SERVER
+    assert list(tmp_path.glob("music3-*")) == []
+    assert server.process.poll() is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_drain_of_no_server_or_one_that_goes(server: StandIn, tmp_path: Path) -> None:
+    assert control.drain(2**30, folder=tmp_path, timeout_s=5, stop=False) == NO_SERVER
+    threading.Timer(0.3, server.process.kill).start()
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=5, stop=False) == NO_SERVER
+
+
+def test_the_one_server_is_found_by_itself(server: StandIn, tmp_path: Path) -> None:
+    assert server.pid in control.servers()
+    other = StandIn(tmp_path / "other", "music3")
+    try:
+        assert {server.pid, other.pid} <= set(control.servers())
+        assert control.main(["drain", "--folder", str(tmp_path)]) == NO_SERVER  # which one?
+        assert not DrainNotes(tmp_path, server.pid).wished
+    finally:
+        other.end()
+
+
+def test_a_wish_of_another_user_is_not_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = DrainNotes(tmp_path, 42)
+    notes.wish()
+    owner = (tmp_path / "music3-42.drain").stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    assert notes.wished
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert notes.wished == (owner == 0)  # root's wish counts
+
+
+# ------------------------------------------------------------------------ guard
+
+
+class Readiness(http.server.BaseHTTPRequestHandler):
+    """Answers for every model's readiness with what is in `unready`."""
+
+    unready: set[str] = set()  # noqa: RUF012  the test's
+
+    def do_GET(self) -> None:
+        model = self.path.split("/")[3]
+        self.send_response(400 if model in self.unready else 200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture
+def http_url() -> Iterator[str]:
+    Readiness.unready = set()
+    door = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Readiness)
+    threading.Thread(target=door.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{door.server_address[1]}"
+    door.shutdown()
+    door.server_close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_server_with_a_dead_stub_is_ended(server: StandIn, http_url: str) -> None:
+    threading.Timer(0.3, server.kill_stub, ["dit"]).start()
+    assert control.guard(server.pid, http_url=http_url, last_answers_s=0.1)
+    assert server.process.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_unloaded_model_is_no_dead_stub(server: StandIn, http_url: str) -> None:
+    Readiness.unready = {"dit"}
+    threading.Timer(0.2, server.kill_stub, ["dit"]).start()
+    threading.Timer(1.5, server.process.kill).start()
+    assert not control.guard(server.pid, http_url=http_url, last_answers_s=0.1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_guard_goes_with_its_server_and_takes_its_end_for_no_fault(
+    server: StandIn, http_url: str
+) -> None:
+    """In an ordinary exit the stubs go first, when nobody says ready any more."""
+    door = "http://127.0.0.1:9"  # nothing listens there
+
+    def leave() -> None:
+        for model in ("dit", "music3"):
+            server.kill_stub(model)
+        time.sleep(0.5)
+        server.process.kill()
+
+    threading.Timer(0.2, leave).start()
+    assert not control.guard(server.pid, http_url=door, last_answers_s=0.1)
+
+
+def test_the_guard_ends_a_server_that_ignores_sigterm(
+    tmp_path: Path, http_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_EXIT_WITHIN_S", 0.5)
+    deaf = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert deaf.stdout
+    deaf.stdout.readline()
+    control._end(deaf.pid)
+    assert deaf.wait(10) == -signal.SIGKILL
