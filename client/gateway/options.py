@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.buffer_bytes,
         help="kept per song for a slow reader",
     )
+    add("--body-limit-s", type=float, default=defaults.body_limit_s, help="for a body to arrive; longer: 408")
     add("--time-limit-s", type=float, default=defaults.time_limit_s, help="for a song, its waiting included")
     add("--stall-limit-s", type=float, default=defaults.stall_limit_s, help="for a reader that takes nothing")
     add("--drain-s", type=float, default=defaults.drain_s, help="for songs on their way after SIGTERM")
@@ -81,7 +82,7 @@ def read(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     """Options from a command line; leaves with exit code 2 where something is wrong."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    for name in ("time_limit_s", "stall_limit_s", "drain_s"):
+    for name in ("body_limit_s", "time_limit_s", "stall_limit_s", "drain_s"):
         if not getattr(given, name) > 0:
             parser.error(f"--{name.replace('_', '-')}: must be more than 0")
     for path in (given.tls_certificate, given.tls_key):
@@ -105,6 +106,7 @@ def read(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         allowed_origins=tuple(origin.rstrip("/").lower() for origin in given.allow_origin),
         max_songs=given.max_songs,
         max_body_bytes=given.max_body_bytes,
+        body_limit_s=given.body_limit_s,
         buffer_bytes=given.buffer_bytes,
         time_limit_s=given.time_limit_s,
         stall_limit_s=given.stall_limit_s,
