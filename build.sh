@@ -219,6 +219,36 @@ cmd_bench() {
   exec "$VENV/bin/python" -m "benchmarks.$name" "$@"
 }
 
+# ---------------------------------------------------------------- checkpoint, memory, load test
+
+help_checkpoint() {
+  cat <<'TEXT'
+Check a downloaded checkpoint in seconds, from file headers alone; says everything that is missing or differs.
+Usage: ./build.sh checkpoint DIR [--any-size]
+
+  --any-size   do not compare sizes and types with the official ones: for small checkpoints
+
+Exit code 0: it can be served; 1: it can't. No weight is read: damage inside a file of the right length is not seen.
+TEXT
+}
+cmd_checkpoint() {
+  locked base_environment
+  exec "$VENV/bin/python" -m python_backend_models.checkpoint_report "$@"
+}
+
+help_memory() {
+  cat <<'TEXT'
+What fits on a GPU, with the arithmetic: songs at once, key-value pool, and the settings to serve with.
+Usage: ./build.sh memory [--gpu 24|40|80|141]
+
+Computed from the official checkpoint's sizes; no checkpoint and no GPU needed, and nothing is measured.
+TEXT
+}
+cmd_memory() {
+  locked base_environment
+  exec "$VENV/bin/python" -m python_backend_models.memory_plan "$@"
+}
+
 help_lint() {
   cat <<'TEXT'
 Check format and style of Python and shell files; --fix formats them.

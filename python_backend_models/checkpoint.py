@@ -148,36 +148,77 @@ def read_config(root: Path, folder: str) -> dict[str, Any]:
     return config
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What the file headers of a component folder say, and how it differs from what its config asks for.
+
+    Attributes:
+        files: the file of each tensor.
+        dtypes: each tensor's, by safetensors' names.
+        sizes: each tensor's number of values.
+        faults: files that can't be read, and tensors of a wrong shape or kind, or in two files.
+        missing, extra: names.
+    """
+
+    files: dict[str, Path]
+    dtypes: dict[str, str]
+    sizes: dict[str, int]
+    faults: list[str]
+    missing: list[str]
+    extra: list[str]
+
+    @property
+    def good(self) -> bool:
+        """Whether the component can be served."""
+        return not (self.faults or self.missing or self.extra)
+
+
+def survey_component(root: Path, component: Component[Any]) -> Survey:
+    """Check names, shapes and dtypes from the file headers alone; no weight is read.
+
+    Raises:
+        CheckpointError: there is nothing to survey: no served config, or a file is missing.
+    """
+    config = read_config(root, component.folder)
+    expected = _checked(component, lambda: component.shapes(config))
+    survey = Survey({}, {}, {}, [], [], [])
+    for path in _weight_files(root / component.folder, component.file_stem):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as stored:
+                for name in stored.keys():  # noqa: SIM118  not a mapping, only looks like one
+                    if name in survey.files:
+                        survey.faults.append(f"{name} is in both {survey.files[name]} and {path}")
+                        continue
+                    header = stored.get_slice(name)
+                    survey.files[name], survey.dtypes[name] = path, header.get_dtype()
+                    survey.sizes[name] = math.prod(header.get_shape())
+                    if name in expected:
+                        survey.faults.extend(_header_problems(name, header, expected[name]))
+        except (SafetensorError, OSError) as error:
+            survey.faults.append(f"{path}: not a readable safetensors file ({error})")
+    survey.missing.extend(sorted(expected.keys() - survey.files.keys()))
+    survey.extra.extend(sorted(survey.files.keys() - expected.keys()))
+    return survey
+
+
 def open_component(root: Path, component: Component[Any]) -> StoredTensors:
     """A component's tensors after checking names, shapes and dtypes from the file headers alone.
 
     Raises:
         CheckpointError: as in `load`; no weight has been read by then.
     """
-    config = read_config(root, component.folder)
-    expected = _checked(component, lambda: component.shapes(config))
-    files: dict[str, Path] = {}
-    problems: list[str] = []
-    for path in _weight_files(root / component.folder, component.file_stem):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as stored:
-                for name in stored.keys():  # noqa: SIM118  not a mapping, only looks like one
-                    if name in files:
-                        raise CheckpointError(f"{name} is in both {files[name]} and {path}")
-                    files[name] = path
-                    if name in expected:
-                        problems += _header_problems(name, stored.get_slice(name), expected[name])
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
-    missing, extra = expected.keys() - files.keys(), files.keys() - expected.keys()
-    if missing:
-        problems.append(f"missing: {_listed(missing)}")
-    if extra:
-        problems.append(f"unexpected: {_listed(extra)}")
-    if problems:
-        raise CheckpointError(f"{root / component.folder}: " + "; ".join(problems[:_NAMES_SHOWN]))
+    survey = survey_component(root, component)
+    if not survey.good:
+        problems = survey.faults[:_NAMES_SHOWN]
+        if survey.missing:
+            problems.append(f"missing: {_listed(survey.missing)}")
+        if survey.extra:
+            problems.append(f"unexpected: {_listed(survey.extra)}")
+        raise CheckpointError(f"{root / component.folder}: " + "; ".join(problems))
     # Largest first: a tensor is there twice while it is copied, which is least noticed when little else is.
-    return StoredTensors({name: files[name] for name in sorted(files, key=lambda n: -math.prod(expected[n]))})
+    return StoredTensors(
+        {name: survey.files[name] for name in sorted(survey.files, key=lambda n: -survey.sizes[n])}
+    )
 
 
 def _checked(component: Component[Any], build: Callable[[], Any]) -> Any:

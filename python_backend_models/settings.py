@@ -147,6 +147,9 @@ class DitSettings(DeviceSettings):
 
     precision: str = setting("float32", "of weights and matrix products", choices=PRECISIONS)
     graphs: str = setting("on", "CUDA graphs of full windows; nothing on a CPU", choices=("on", "off"))
+    batch_windows: int = setting(
+        8, "most windows computed at once on a GPU; fewer need less memory", least=1, most=8
+    )
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,9 @@ class VocoderSettings(DeviceSettings):
 
     precision: str = setting("float32", "of weights and convolutions", choices=PRECISIONS)
     graphs: str = setting("on", "CUDA graphs of full windows; nothing on a CPU", choices=("on", "off"))
+    batch_windows: int = setting(
+        8, "most windows computed at once on a GPU; fewer need less memory", least=1, most=8
+    )
 
 
 def read(

@@ -11,7 +11,7 @@ from python_backend_models.contract import (
     FRAME_RATE_HZ,
     MAX_SONG_FRAMES,
 )
-from python_backend_models.engine.acoustic import FlowEngine, VocoderEngine
+from python_backend_models.engine.acoustic import BATCH_SIZES, FlowEngine, VocoderEngine
 from python_backend_models.engine.kv_cache import bytes_per_page, pages_for
 from python_backend_models.engine.runner import FrameRunner
 from python_backend_models.engine.talker import TalkerEngine, ring_frames
@@ -103,6 +103,11 @@ def free_memory_bytes(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
+def batch_sizes(device: torch.device, most: int) -> tuple[int, ...]:
+    """How many windows an engine on this device computes together: its usual sizes, none above `most`."""
+    return tuple(size for size in BATCH_SIZES[device.type] if size <= most)
+
+
 def load_flow(settings: DitSettings, device: torch.device) -> FlowEngine:
     """Condition encoder and flow transformer on the device.
 
@@ -117,6 +122,7 @@ def load_flow(settings: DitSettings, device: torch.device) -> FlowEngine:
         device=device,
         precision=settings.precision,
         graphs=settings.graphs == "on",
+        batch_sizes=batch_sizes(device, settings.batch_windows),
     )
 
 
@@ -127,4 +133,5 @@ def load_vocoder(settings: VocoderSettings, device: torch.device) -> VocoderEngi
         device=device,
         precision=settings.precision,
         graphs=settings.graphs == "on",
+        batch_sizes=batch_sizes(device, settings.batch_windows),
     )
