@@ -4,6 +4,8 @@ import asyncio
 import collections
 from collections.abc import Callable
 
+from client.gateway.waiting import within
+
 
 class ByteQueue:
     """One producer, one consumer, one event loop. `on_change` hears by how many bytes it grew or shrank."""
@@ -36,7 +38,7 @@ class ByteQueue:
         """The next piece; None at the end. Raises the error it was closed with, and asyncio.TimeoutError."""
         if not self._pieces and not self._closed:
             self._something.clear()
-            await asyncio.wait_for(self._something.wait(), timeout_s)
+            await within(self._something.wait(), timeout_s)
         if self._pieces:
             piece = self._pieces.popleft()
             self._change(-len(piece))

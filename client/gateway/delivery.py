@@ -29,6 +29,7 @@ from client.gateway.errors import ApiError, from_song_error
 from client.gateway.guard import error_response
 from client.gateway.service import Service
 from client.gateway.speech_request import SpeechRequest
+from client.gateway.waiting import within
 from client.wire import Chunk, SongProgress
 from python_backend_models.contract import OUTPUT_RATE_HZ
 
@@ -303,7 +304,7 @@ class _Reader:
 
     async def _paced(self, message: Message) -> None:
         try:
-            await asyncio.wait_for(self._send(message), self._limit_s)
+            await within(self._send(message), self._limit_s)
         except asyncio.TimeoutError:
             raise SlowReaderError from None
 

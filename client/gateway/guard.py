@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from client.gateway.errors import ApiError
 from client.gateway.metrics import Metrics
 from client.gateway.options import Options
+from client.gateway.waiting import within
 
 ROUTES: Final = ("/v1/audio/speech", "/v1/models", "/health", "/metrics", "/")
 _SECURITY_HEADERS: Final = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -106,7 +107,7 @@ async def read_body(request: Request, options: Options) -> bytes:
         return bytes(body)
 
     try:
-        return await asyncio.wait_for(read(), options.body_limit_s)
+        return await within(read(), options.body_limit_s)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come within {options.body_limit_s:g} s") from None
 

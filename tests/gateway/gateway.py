@@ -115,6 +115,7 @@ class Gateway:
         while piece := answer.read1(2**20):
             pieces.append(piece)
             arrivals.append((time.monotonic() - begun_s, len(piece)))
+        answer.read()  # nothing is left, but only this lets the connection be used again
         found = {name.lower(): value for name, value in answer.getheaders()}
         return Answer(answer.status, found, b"".join(pieces), tuple(arrivals))
 
