@@ -84,7 +84,7 @@ def test_the_official_checkpoint_is_recognized_by_its_headers(
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].startswith("complete: 28.51 GB")
     assert "fbdf52fb" in shown
-    assert "language_model       17.17 GB  399 tensors, BF16, in 1 file" in shown
+    assert "language_model      17.17 GB  399 tensors, BF16, in 1 file" in shown
 
 
 @pytest.mark.parametrize("folder", DIGESTS)
