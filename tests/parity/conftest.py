@@ -29,8 +29,8 @@ class Row:
     note: str
 
     def markdown(self) -> str:
-        error = "0" if self.largest_error == 0 else f"{self.largest_error:.1e}"
-        tolerance = self.tolerance if isinstance(self.tolerance, str) else f"{self.tolerance:.0e}"
+        error = "0" if self.largest_error == 0 else f"{self.largest_error:.2g}"
+        tolerance = self.tolerance if isinstance(self.tolerance, str) else f"{self.tolerance:.2g}"
         cells = (self.quantity, self.oracle, f"{self.cases:,}", error, tolerance, self.note)
         return "| " + " | ".join(cells) + " |"
 

@@ -127,7 +127,7 @@ LARGE = official.CONFIGS["language_model"] | {
     "vocab_size": 168_100,
 }
 SHARDS = 4
-MOST_GROWTH = 1.15
+MOST_MORE = 0.15  # peak resident memory beyond the weights, as a part of them
 NOISE = np.random.default_rng(0).bytes(1 << 22)
 
 MEASURED_LOAD = """
@@ -222,12 +222,12 @@ def test_loading_two_gigabytes(own_folder: Path, fidelity: Fidelity) -> None:
     ]
     fidelity.record(
         section=SECTION,
-        quantity="growth of peak resident memory while a 2 GB language model loads",
-        oracle="the size of its weights as they are kept",
+        quantity="peak resident memory beyond its weights while a 2 GB language model loads",
+        oracle="the size of the weights as they are kept",
         cases=1,
-        largest_error=int(growth) / int(kept_bytes),
-        tolerance=MOST_GROWTH,
-        note=f"ratio; of what is stored, {int(growth) / stored_bytes:.2f}",
+        largest_error=int(growth) / int(kept_bytes) - 1,
+        tolerance=MOST_MORE,
+        note=f"as a part of them; the whole growth is {int(growth) / stored_bytes:.2f} times the stored size",
     )
 
 

@@ -189,9 +189,9 @@ def test_c0_draws(reference: types.ModuleType, fidelity: Fidelity) -> None:
         drawn += len(got)
         stops += int((expected == 0).sum())
     assert stops > 0
-    for quantity, found in (
-        ("draws of c0 and stop", different),
-        ("guided and masked logits of c0", different_mask),
+    for quantity, found, what in (
+        ("draws of c0 and stop", different, "draws"),
+        ("guided and masked logits of c0", different_mask, "rows"),
     ):
         fidelity.record(
             section=SECTION,
@@ -200,7 +200,7 @@ def test_c0_draws(reference: types.ModuleType, fidelity: Fidelity) -> None:
             cases=drawn,
             largest_error=found,
             tolerance="equal bits",
-            note="draws that differ; ties, saturated hashes and non-finite logits among them",
+            note=f"{what} that differ; ties, saturated hashes and non-finite logits among them",
         )
 
 
