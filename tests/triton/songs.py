@@ -1,0 +1,116 @@
+"""What the tests of this folder ask a server, and what they hold it to afterwards.
+
+`audit` is the server's own account of itself: nothing running, waiting, held or lost. The offline songs are
+made in the test's process without pages, slots, threads or batches.
+"""
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from client import Music3Client, Music3Error, Song
+from python_backend_models import offline
+from python_backend_models.prompt import frame_budget
+from tests.triton.server import TritonServer, wait_until
+
+CAPTION = "warm folk, one guitar, a slow waltz"
+LYRICS = "[Verse]\nThe river learns the colour of the sky\n[Chorus]\nStay a while"
+_SAMPLE = re.compile(r"^(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+SETTLED_WITHIN_S = 60.0
+
+
+class OfflineSongs:
+    """Songs of one checkpoint. Frames are computed once: a shorter cap is a prefix of a longer one's."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.models = offline.load_models(checkpoint)
+        self._frames = functools.cache(self._write)
+
+    def audio(self, *, seed: int = 0, frames: int, of: int | None = None) -> np.ndarray:
+        """Sound `[samples, 2]` of a song capped at `frames`; `of`: the longest cap that will be asked for."""
+        hidden, reason = self._frames(seed, of or frames)
+        assert reason == "length" or of is None
+        with torch.inference_mode():
+            return torch.cat(offline.render(self.models, hidden[:frames], seed=seed)).numpy()
+
+    def finish(self, *, seed: int, frames: int) -> tuple[int, str]:
+        """Frames that come of a cap, and why they end."""
+        hidden, reason = self._frames(seed, frames)
+        return len(hidden), reason
+
+    def _write(self, seed: int, frames: int) -> tuple[torch.Tensor, str]:
+        prompt = self.models.prompts.build(CAPTION, LYRICS)
+        _, hidden, reason = offline.write_frames(
+            self.models.backbone,
+            self.models.depth,
+            prompt.ids,
+            prompt.unconditional_ids,
+            seed=seed,
+            max_frames=frame_budget(len(prompt.ids), frames),
+        )
+        return hidden.to(torch.bfloat16), reason
+
+
+def sing(client: Music3Client, *, caption: str = CAPTION, lyrics: str = LYRICS, **options: Any) -> Song:
+    """A whole song."""
+    return client.generate(caption, lyrics, **options)
+
+
+def together(tasks: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Run all at once, each in its own thread; results in order, a Music3Error as a result."""
+    waiting = list(tasks)
+    barrier = threading.Barrier(len(waiting))
+
+    def run(task: Callable[[], Any]) -> Any:
+        barrier.wait(60)
+        try:
+            return task()
+        except Music3Error as error:
+            return error
+
+    with ThreadPoolExecutor(len(waiting)) as pool:
+        return list(pool.map(run, waiting))
+
+
+def metrics(server: TritonServer) -> dict[str, float]:
+    """This project's values on the metrics page by `name` or `name label`; instances added up."""
+    values: dict[str, float] = {}
+    for name, labels, value in _SAMPLE.findall(server.metrics()):
+        if name.startswith("music3_"):
+            own = [text for label, text in _LABEL.findall(labels) if label != "instance_name"]
+            key = " ".join([name, *own])
+            values[key] = values.get(key, 0.0) + float(value)
+    return values
+
+
+def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What changed between two readings of `metrics`."""
+    return {name: after[name] - before[name] for name in after if after[name] != before[name]}
+
+
+def audit(server: TritonServer, *, slots: int = 8, draining: bool = False) -> dict[str, float]:
+    """Wait until nothing runs; fail unless every slot, page and place is free. The metrics then."""
+
+    def leftovers() -> dict[str, float]:
+        now = metrics(server)
+        held = {
+            name: now[f"music3_{name}"]
+            for name in ("live_songs", "waiting_songs", "talker_live_songs", "talker_waiting_songs")
+        }
+        held["slots taken"] = slots - now["music3_talker_free_slots"]
+        held["not accepting"] = (1 - now["music3_accepting"]) if not draining else 0
+        return {name: value for name, value in held.items() if value}
+
+    try:
+        wait_until(lambda: not leftovers(), timeout_s=SETTLED_WITHIN_S, what="songs to be over", poll_s=0.25)
+    except TimeoutError as error:
+        raise AssertionError(f"left behind: {leftovers()}") from error
+    return metrics(server)
