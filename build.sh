@@ -48,12 +48,14 @@ Usage: ./build.sh serve [options] [-- tritonserver options]
   --grpc-port N         default 8001
   --metrics-port N      default 8002
   --repository DIR      default model_repository/
+  --stay                stay up when a model's process died; by default the server is ended then, as it can't
+                        replace that process and songs would wait in vain, so that it may be started again
 
 Shared memory of servers that died is removed first. /dev/shm must have 256 MiB free (MUSIC3_SHM_MIN_MIB).
 TEXT
 }
 cmd_serve() {
-  local host=127.0.0.1 http=8000 grpc=8001 metrics=8002 repository="$ROOT/model_repository" libpython site
+  local host=127.0.0.1 http=8000 grpc=8001 metrics=8002 repository="$ROOT/model_repository" libpython site guard=1
   local checkpoint="${MUSIC3_CHECKPOINT:-}"
   while (($#)); do
     case "$1" in
@@ -66,6 +68,11 @@ cmd_serve() {
       --grpc-port) grpc="$2" ;;
       --metrics-port) metrics="$2" ;;
       --repository) repository="$2" ;;
+      --stay)
+        guard=0
+        shift
+        continue
+        ;;
       --)
         shift
         break
@@ -109,7 +116,44 @@ cmd_serve() {
     arguments+=(--backend-directory "$SERVER_HOME/backends")
   fi
   say "serving $checkpoint on $host: HTTP $http, gRPC $grpc, metrics $metrics"
+  if ((guard)); then
+    # A child of the server, which takes over this process; it goes when the server goes.
+    "$VENV/bin/python" -m python_backend_models.control guard "$$" "${host/0.0.0.0/127.0.0.1}:$http" </dev/null &
+  fi
   exec "$program" "${arguments[@]}" "$@"
+}
+
+help_probe() {
+  cat <<'TEXT'
+Find out whether a running server can make songs; exit code 0 if so. Cheap enough for every ten seconds.
+Usage: ./build.sh probe [--url HOST:PORT] [--timeout SECONDS]
+
+The url is that of its gRPC door (default MUSIC3_URL or localhost:8001), the time-out 10 s by default. Triton's
+own readiness stays green when a model's process has died; this does not.
+TEXT
+}
+cmd_probe() {
+  cmd_env
+  exec "$VENV/bin/python" -m client.probe "$@"
+}
+
+help_drain() {
+  cat <<'TEXT'
+Have a server on this machine refuse new songs, and wait until the ones it is making are done.
+Usage: ./build.sh drain [--stop] [--timeout SECONDS] [--pid PID] [--undo] [--folder DIR]
+
+  --stop       end the server then; a server that is told to stop at once breaks its songs off
+  --timeout S  wait that long at most (default 600); new songs stay refused
+  --pid PID    of the tritonserver, where there are several
+  --undo       accept songs again
+  --folder DIR the server's control_folder, where it was set (default /dev/shm)
+
+Songs that wait for a place are turned away as UNAVAILABLE. Exit codes: 0 drained, 1 not yet, 2 no server.
+TEXT
+}
+cmd_drain() {
+  cmd_env
+  exec "$VENV/bin/python" -m python_backend_models.control drain "$@"
 }
 
 # ---------------------------------------------------------------- demo, client, test, lint

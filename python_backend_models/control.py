@@ -1,7 +1,7 @@
 """What an operator does to a running server from beside it: drain it, or end it when it can't be repaired.
 
     python -m python_backend_models.control drain [--stop]
-    python -m python_backend_models.control guard PID HTTP_URL
+    python -m python_backend_models.control guard PID HOST:HTTP_PORT
 
 The drain command and the `music3` process leave each other notes in a folder that both can write to, named
 after the server's process id; nobody can drain a server over the network. Standard library only.
@@ -193,10 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     guarding = commands.add_parser("guard", help="end a server one of whose stubs died")
     guarding.add_argument("pid", type=int)
-    guarding.add_argument("http_url")
+    guarding.add_argument("door", metavar="HOST:HTTP_PORT")
     arguments = parser.parse_args(argv)
     if arguments.command == "guard":
-        guard(arguments.pid, http_url=arguments.http_url)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, whose end ends this, too
+        guard(arguments.pid, http_url=f"http://{arguments.door}")
         return 0
     found = [arguments.pid] if arguments.pid else servers()
     if len(found) != 1:
