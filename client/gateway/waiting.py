@@ -10,8 +10,8 @@ Result = TypeVar("Result")
 async def within(work: Coroutine[Any, Any, Result], limit_s: float | None) -> Result:
     """The work's result. Raises asyncio.TimeoutError, and cancels the work, when it takes longer.
 
-    Python's own `asyncio.wait_for` loses, before 3.12, a cancellation that comes together with the result. Here
-    they do come together: when a connection breaks, what waits to be sent goes on and the song is given up.
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with the result. Here they
+    do come together: when a connection breaks, what waits to be sent goes on and the song is given up.
     """
     if limit_s is None:
         return await work
