@@ -26,7 +26,7 @@ DEPTH_CONFIG: dict[str, Any] = {
     "hidden_size": 32,
     "num_layers": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 40,
+    "intermediate_size": 64,
     "audio_vocab_size": 1024,
     "num_codebooks": 8,
     "max_position_embeddings": 16,
