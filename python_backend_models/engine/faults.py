@@ -1,11 +1,14 @@
 """Faults for tests: one value that isn't finite, or one allocation that fails, at a chosen place and time.
 
-A fault is `NAME@N`: it happens once, at the N-th call (from 1) of what it breaks. Graphs must be off, as what
-is recorded is not called. The setting `fault` refuses to work without a word in the environment.
+A fault is `NAME@N`, or `NAME@N-M`: it happens at the N-th call (from 1) of what it breaks, or from the N-th to
+the M-th; several stand with commas between. Graphs must be off, as what is recorded is not called. The setting
+`fault` refuses to work without a word in the environment.
 """
 
+import itertools
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,27 +17,30 @@ from python_backend_models.engine.acoustic import FlowEngine, VocoderEngine
 from python_backend_models.engine.talker import TalkerEngine
 
 Engine = TalkerEngine | FlowEngine | VocoderEngine
+_FAULT: Final = re.compile(r"(\w+)@([1-9]\d*)(?:-([1-9]\d*))?")
 Make = Callable[[], Any]  # the call as it would have been
 
 
 class UnknownFaultError(ValueError):
-    """A fault that the engine doesn't have, or that isn't written as `NAME@N`."""
+    """A fault that the engine doesn't have, or that isn't written as `NAME@N` or `NAME@N-M`."""
 
 
-def arm(engine: Engine, fault: str) -> None:
-    """Prepare an engine to fail once; an empty `fault` does nothing.
+def arm(engine: Engine, faults: str) -> None:
+    """Prepare an engine to fail; an empty text does nothing.
 
     Raises:
         UnknownFaultError: naming the faults that the engine has.
     """
-    if not fault:
-        return
-    name, _, call = fault.partition("@")
-    faults = _faults(engine)
-    if name not in faults or not call.isdigit() or not int(call):
-        raise UnknownFaultError(f"fault is {fault!r}, not one of {', '.join(faults)} with @N behind it")
-    owner, method, break_it = faults[name]
-    setattr(owner, method, _at_call(int(call), getattr(owner, method), break_it))
+    known = _faults(engine)
+    for fault in filter(None, faults.split(",")):
+        match = _FAULT.fullmatch(fault)
+        if not match or match[1] not in known:
+            raise UnknownFaultError(
+                f"fault is {fault!r}, not one of {', '.join(known)} with @N or @N-M behind it"
+            )
+        owner, method, break_it = known[match[1]]
+        calls = range(int(match[2]), int(match[3] or match[2]) + 1)
+        setattr(owner, method, _at_calls(calls, getattr(owner, method), break_it))
 
 
 def _faults(engine: Engine) -> dict[str, tuple[Any, str, Callable[[Make], Any]]]:
@@ -59,15 +65,13 @@ def _faults(engine: Engine) -> dict[str, tuple[Any, str, Callable[[Make], Any]]]
             }
 
 
-def _at_call(
-    number: int, function: Callable[..., Any], break_it: Callable[[Make], Any]
+def _at_calls(
+    calls: range, function: Callable[..., Any], break_it: Callable[[Make], Any]
 ) -> Callable[..., Any]:
-    calls = 0
+    counter = itertools.count(1)
 
     def faulty(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls != number:
+        if next(counter) not in calls:
             return function(*arguments, **options)
         return break_it(lambda: function(*arguments, **options))
 

@@ -26,7 +26,7 @@ class TritonServer:
     """One server process with its stubs, as a context manager.
 
     `checkpoint` is served from `repository` (this project's by default); `environment` is added to this
-    process's, less its MUSIC3_ settings; `arguments` go to tritonserver. The log is `log_path`.
+    process's, less its MUSIC3_ settings; `options` go to `build.sh serve`, `arguments` to tritonserver. The log is `log_path`.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class TritonServer:
         log_path: Path,
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
+        options: Sequence[str] = (),
         repository: Path | None = None,
         ready_timeout_s: float = 180.0,
     ) -> None:
         self.log_path = log_path
         self._checkpoint, self._repository = checkpoint, repository
         self._environment, self._arguments = dict(environment or {}), list(arguments)
+        self._options = list(options)
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._http_port = self._grpc_port = self._metrics_port = 0
@@ -80,7 +82,7 @@ class TritonServer:
         self._http_port, self._grpc_port, self._metrics_port = _free_ports(3)
         command = [str(ROOT / "build.sh"), "serve", "--checkpoint", str(self._checkpoint)]
         command += ["--http-port", str(self._http_port), "--grpc-port", str(self._grpc_port)]
-        command += ["--metrics-port", str(self._metrics_port)]
+        command += ["--metrics-port", str(self._metrics_port), *self._options]
         if self._repository is not None:
             command += ["--repository", str(self._repository)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSIC3_")}

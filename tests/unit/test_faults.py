@@ -84,11 +84,25 @@ def test_a_spoiled_sample_and_a_failed_decode() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["nan_latents", "nan_latents@", "nan_latents@0", "nan_latents@x", "oom_step@1"]
+    "fault", ["nan_latents", "nan_latents@", "nan_latents@0", "nan_latents@1-", "oom_solve@1,oom_step@1"]
 )
 def test_a_fault_the_engine_does_not_have(fault: str) -> None:
     with pytest.raises(UnknownFaultError, match="nan_latents, oom_solve"):
         faults.arm(flow(), fault)
+
+
+def test_several_faults_and_several_calls() -> None:
+    engine = flow()
+    faults.arm(engine, "nan_latents@4,oom_solve@2-3")
+    results = []
+    for _ in range(5):
+        try:
+            results.append(type(solve(engine)[0]).__name__)
+        except torch.OutOfMemoryError:
+            results.append("no memory")
+    # The inner fault doesn't see the calls that the outer one broke.
+    assert results == ["FlowResult", "no memory", "no memory", "FlowResult", "FlowResult"]
+    assert type(solve(engine)[0]).__name__ == "NonFiniteError"
 
 
 def test_no_fault_changes_nothing() -> None:
