@@ -177,16 +177,7 @@ TEXT
 cmd_demo() {
   local http grpc metrics log="$CACHE/demo-server-$$.log" pid summary status=0
   cmd_env
-  read -r http grpc metrics < <(free_ports)
-  [[ -n "${MUSIC3_CHECKPOINT:-}" ]] || say "no MUSIC3_CHECKPOINT: a small random model will sing (noise, not music)"
-  say "starting the server on free ports (log: $log)"
-  "$ROOT/build.sh" serve --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" >"$log" 2>&1 </dev/null &
-  pid=$!
-  # shellcheck disable=SC2064 # this pid, now
-  trap "stop_server $pid" EXIT
-  trap 'exit 130' INT
-  trap 'exit 143' TERM
-  wait_for_server "$pid" "$http" "$log"
+  start_own_server "$log"
   summary="$("$VENV/bin/python" -m client.cli --url "127.0.0.1:$grpc" --caption "$DEMO_CAPTION" --lyrics "$DEMO_LYRICS" \
     --max-frames 250 --out "$ROOT/song.wav" "$@")" || status=$?
   if ((status)); then
@@ -291,6 +282,36 @@ TEXT
 cmd_memory() {
   locked base_environment
   exec "$VENV/bin/python" -m python_backend_models.memory_plan "$@"
+}
+
+help_loadtest() {
+  cat <<'TEXT'
+Load a server with perf_analyzer and report by number of clients: first sound, gaps, RTF, stalls, throughput.
+Usage: ./build.sh loadtest [options]   (all options: ./build.sh loadtest --options)
+
+Without --url, a server is started for it, on MUSIC3_CHECKPOINT or a small random model, and songs are 10 s long.
+The report goes to benchmarks/results/loadtest: table, JSON, PNG, and one HTML page with everything in it.
+TEXT
+}
+cmd_loadtest() {
+  local argument http grpc metrics log="$CACHE/loadtest-server-$$.log" pid status=0
+  local arguments=(--out "$ROOT/benchmarks/results/loadtest" "$@")
+  locked loadtest_environment
+  if ! command -v perf_analyzer >/dev/null; then
+    arguments=(--perf-analyzer "$CACHE/perf/bin/perf_analyzer" --library-path "$CACHE/perf/lib" "${arguments[@]}")
+  fi
+  for argument in "$@"; do
+    case "$argument" in
+      --options) exec "$VENV/bin/python" -m client.loadtest --help ;;
+      --url | --url=*) exec "$VENV/bin/python" -m client.loadtest "${arguments[@]}" ;;
+    esac
+  done
+  start_own_server "$log"
+  "$VENV/bin/python" -m client.loadtest --url "127.0.0.1:$grpc" --seconds 10 "${arguments[@]}" || status=$?
+  stop_server "$pid"
+  trap - EXIT
+  ((status)) || rm -f "$log"
+  return "$status"
 }
 
 help_lint() {

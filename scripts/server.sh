@@ -68,6 +68,20 @@ stop_server() {
   kill -KILL "$pid" 2>/dev/null || true
   wait "$pid" 2>/dev/null || true
 }
+# Starts a server on free ports until this script ends, and waits for it; sets the caller's http, grpc, metrics, pid.
+start_own_server() {
+  local log="$1"
+  read -r http grpc metrics < <(free_ports)
+  [[ -n "${MUSIC3_CHECKPOINT:-}" ]] || say "no MUSIC3_CHECKPOINT: a small random model will sing (noise, not music)"
+  say "starting the server on free ports (log: $log)"
+  "$ROOT/build.sh" serve --http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics" >"$log" 2>&1 </dev/null &
+  pid=$!
+  # shellcheck disable=SC2064 # this pid, now
+  trap "stop_server $pid" EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  wait_for_server "$pid" "$http" "$log"
+}
 # Triton 2.51 waits for ever for a model whose process died while loading; it stays a zombie of the server's.
 has_dead_model() { grep -qs ") Z $1 " /proc/[0-9]*/stat; }
 wait_for_server() {
