@@ -7,6 +7,8 @@ export const TAGS = ["Intro", "Verse", "Pre-Chorus", "Chorus", "Bridge", "Instru
 const LEADING_TAGS = /^[ \t]*((?:\[[^\]]+\][ \t]*)+)/;
 const TIME_STAMP = /^\[\d+:\d+(?:[.:]\d+)?\]/;
 const INVISIBLE = /^[\s\p{Cf}\x1c-\x1f\x85]+/u;
+// What the server does not call blank; to JavaScript, a byte order mark is.
+const SOMETHING = /[^\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]/;
 const WORDS = /[\p{L}\p{N}]/u;
 
 /** What is lost of the lyrics: `{line, kind, tags, words}`, `line` from 1 (0: all of it), at most one per line.
@@ -28,7 +30,7 @@ export function lostWords(lyrics) {
     lost.push({ line: index + 1, kind, tags: tags[1].trim(), words });
   });
   const sung = WORDS.test(kept.join("\n").replace(/\[[^\]]+\]/g, " "));
-  if (!sung && lyrics.trim()) lost.push({ line: 0, kind: "nothing", tags: "", words: "" });
+  if (!sung && SOMETHING.test(lyrics)) lost.push({ line: 0, kind: "nothing", tags: "", words: "" });
   return lost;
 }
 

@@ -128,7 +128,7 @@ export class Take {
   // ------------------------------------------------------------ what is seen
 
   #show() {
-    const { playing, position, duration } = this.#player;
+    const { playing, duration } = this.#player;
     const busy = this.#state === "waiting" || this.#state === "writing";
     this.#card.dataset.state = this.#state;
     setText(this.#part("state"), this.#words());
@@ -137,13 +137,18 @@ export class Take {
     else bar.value = this.#frames / this.#cap;
     this.#part("play").disabled = !duration;
     setText(this.#part("play"), playing ? "Pause" : "Play");
-    setText(this.#part("time"), duration ? `${minutes(position)} / ${minutes(duration)}` : "");
     this.#part("cancel").hidden = !busy;
-    const wave = this.#part("wave");
-    wave.setAttribute("aria-valuemax", duration.toFixed(1));
-    wave.setAttribute("aria-valuenow", position.toFixed(1));
-    wave.setAttribute("aria-valuetext", `${minutes(position)} of ${minutes(duration)}`);
+    this.#showTime();
     if (!playing) this.#draw();
+  }
+
+  #showTime() {
+    const { position, duration } = this.#player;
+    setText(this.#part("time"), duration ? `${minutes(position)} / ${minutes(duration)}` : "");
+    const wave = this.#part("wave");
+    setAttribute(wave, "aria-valuemax", Math.round(duration));
+    setAttribute(wave, "aria-valuenow", Math.round(position));
+    setAttribute(wave, "aria-valuetext", `${minutes(position)} of ${minutes(duration)}`);
   }
 
   #words() {
@@ -202,7 +207,7 @@ export class Take {
     }
     if (this.#player.playing && this.#card.isConnected) {
       requestAnimationFrame(() => this.#draw());
-      setText(this.#part("time"), `${minutes(this.#player.position)} / ${minutes(this.#player.duration)}`);
+      this.#showTime();
     }
   }
 
@@ -234,7 +239,11 @@ export function minutes(seconds) {
   return `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}`;
 }
 
+// What is unchanged is left alone, or screen readers would say it again.
 function setText(element, text) {
-  // Unchanged text is left alone, or screen readers would say it again.
   if (element.textContent !== text) element.textContent = text;
+}
+
+function setAttribute(element, name, value) {
+  if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
