@@ -224,7 +224,7 @@ loadtest_environment() {
 }
 test_environment() {
   gateway_environment
+  install_browser
   install_test_extras
   install_perf_analyzer
-  install_browser
 }
