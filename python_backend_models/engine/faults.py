@@ -1,8 +1,8 @@
 """Faults for tests: one value that isn't finite, or one allocation that fails, at a chosen place and time.
 
-A fault is `NAME@N`, or `NAME@N-M`: it happens at the N-th call (from 1) of what it breaks, or from the N-th to
-the M-th; several stand with commas between. Graphs must be off, as what is recorded is not called. The setting
-`fault` refuses to work without a word in the environment.
+A fault is `NAME@N`, or `NAME@N-M`: it happens at the N-th call (from 1) of what it breaks, or from the N-th
+to the M-th; several stand with commas between. Graphs must be off, as what is recorded is not called. The
+setting `fault` refuses to work without a word in the environment.
 """
 
 import itertools

@@ -26,7 +26,8 @@ class TritonServer:
     """One server process with its stubs, as a context manager.
 
     `checkpoint` is served from `repository` (this project's by default); `environment` is added to this
-    process's, less its MUSIC3_ settings; `options` go to `build.sh serve`, `arguments` to tritonserver. The log is `log_path`.
+    process's, less its MUSIC3_ settings; `options` go to `build.sh serve`, `arguments` to tritonserver. The
+    log is `log_path`.
     """
 
     def __init__(
