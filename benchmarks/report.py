@@ -15,7 +15,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def alternate(
-    runs: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 1
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each run in every round, taken in turn, so that a machine's drift meets all alike."""
     for _ in range(warm_up):
@@ -24,10 +28,19 @@ def alternate(
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
+
+
+def clock_of(threads: int) -> tuple[Callable[[], float], str]:
+    """The clock for work on that many threads, and its name.
+
+    One thread's processor time hardly depends on what else runs on the machine; on an idle machine it is the
+    time that passes. With more threads only the latter means anything.
+    """
+    return (time.process_time, "processor time") if threads == 1 else (time.perf_counter, "wall time")
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:

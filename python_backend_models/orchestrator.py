@@ -14,6 +14,7 @@ from torch import Tensor
 
 from python_backend_models.prompt import Prompt
 from python_backend_models.resample import StreamingResampler
+from python_backend_models.window_gate import Place, WindowGate
 
 _SONG_KEY_BITS = 63  # random, so that several orchestrators can share a talker
 TALKER, DIT, VOCODER = "talker", "dit", "vocoder"
@@ -128,6 +129,7 @@ class SongRun:
     """One song, from its submission to its end.
 
     Args:
+        gate: gives out places for windows in flight to the flow transformer.
         on_chunk: called after each chunk was handed to the listener.
     """
 
@@ -137,8 +139,11 @@ class SongRun:
         stages: Stages,
         listener: Listener,
         *,
+        gate: WindowGate | None = None,
         on_chunk: Callable[[], None] = lambda: None,
     ) -> None:
+        self._gate = gate or WindowGate(1)
+        self._place: Place | None = None
         self.job, self.stages, self.listener = job, stages, listener
         self.key = secrets.randbits(_SONG_KEY_BITS) or 1
         self.report = SongReport(job, time.monotonic())
@@ -173,7 +178,7 @@ class SongRun:
         carry = None
         while True:
             self._check()
-            latent, carry = self._wait_for(DIT, self.stages.solve, window, job.seed, carry)
+            latent, carry = self._solve(window, carry)
             self._check()
             waveform = self._wait_for(VOCODER, self.stages.decode, latent, window.crop_samples)
             last = window.finish_reason is not None
@@ -189,6 +194,17 @@ class SongRun:
             if last:
                 return
             window = self._wait_for(TALKER, self.stages.next_window, self.key)
+
+    def _solve(self, window: TalkerWindow, carry: Any) -> tuple[Any, Any]:
+        first, since_s = carry is None, self.report.submitted_s
+        with self._gate.enter(first=first, song_started_s=since_s, check=self._check) as self._place:
+            return self._wait_for(DIT, self.stages.solve, window, self.job.seed, carry)
+
+    def abandon(self) -> None:
+        """Someone else ends the song, because its thread hangs in a call that may never return."""
+        self.abandoned = True
+        if self._place:
+            self._place.leave()
 
     def _wait_for(self, stage: str, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call a stage, leaving word of it for whoever watches over calls that never return."""

@@ -93,6 +93,11 @@ class Music3Settings(StageSettings):
     live_songs: int = setting(
         8, "songs in the making at once; each takes one BLS thread of 32 (thread-pool-size)", least=1, most=64
     )
+    windows_in_flight: int = setting(
+        16,
+        "windows with dit at once, two full batches; the others wait, first windows and old songs ahead",
+        least=1,
+    )
     waiting_songs: int = setting(256, "songs that may wait for a place; more are UNAVAILABLE", least=0)
     max_frames: int = setting(MAX_SONG_FRAMES, "longest song that is accepted", least=1, most=MAX_SONG_FRAMES)
     stage_limit_s: float = setting(

@@ -25,6 +25,7 @@ from python_backend_models.orchestrator import (
     Stages,
     UnavailableError,
 )
+from python_backend_models.window_gate import WindowGate
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.2
@@ -50,6 +51,7 @@ class SongLine:
     Args:
         live_songs: places.
         waiting_songs: more are refused.
+        windows_in_flight: windows with the flow transformer at once, see `WindowGate`.
         stage_limit_s: a call of a song that takes longer is given up.
         died_s: when (`time.monotonic`) a process of a stage was last found dead.
         on_tick: called about five times a second with the census.
@@ -62,6 +64,7 @@ class SongLine:
         *,
         live_songs: int,
         waiting_songs: int,
+        windows_in_flight: int = 16,
         stage_limit_s: float = 300.0,
         died_s: Callable[[str], float | None] = lambda stage: None,
         on_tick: Callable[[LineCensus], None] = lambda census: None,
@@ -69,6 +72,7 @@ class SongLine:
         on_lost: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self._places, self._waiting_songs = live_songs, waiting_songs
+        self._gate = WindowGate(windows_in_flight)
         self._stage_limit_s, self._died_s = stage_limit_s, died_s
         self._on_tick, self._on_end, self._on_lost = on_tick, on_end, on_lost
         self._waiting: collections.deque[SongRun] = collections.deque()
@@ -96,7 +100,7 @@ class SongLine:
         Raises:
             UnavailableError: too many songs wait, or no new ones are taken; the listener heard nothing.
         """
-        self._enqueue(SongRun(job, stages, listener, on_chunk=self._heard))
+        self._enqueue(SongRun(job, stages, listener, gate=self._gate, on_chunk=self._heard))
 
     def probe(self, job: SongJob, stages: Stages, listener: Listener) -> None:
         """Answer whether songs can be made, at a cost and delay that don't grow with the load.
@@ -107,7 +111,7 @@ class SongLine:
         Raises:
             UnavailableError: no new songs are taken.
         """
-        run = SongRun(job, stages, listener, on_chunk=self._heard)
+        run = SongRun(job, stages, listener, gate=self._gate, on_chunk=self._heard)
         with self._changed:
             self._check_open()
             self._probes.append(run)
@@ -194,7 +198,7 @@ class SongLine:
         """End a song in its thread's stead."""
         if not self._leave(run):
             return  # it ended by itself just now
-        run.abandoned = True  # only now: until it left the line, ending it was its thread's duty
+        run.abandon()  # only now: until it left the line, ending it was its thread's duty
         if replace:
             self._add_worker()
         # In a thread of its own: with a dead talker this call, too, may never return.

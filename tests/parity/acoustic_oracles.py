@@ -142,43 +142,51 @@ class VllmOmniStage:
         return torch.cat(pieces, dim=-1)
 
 
-def diffusers_song(
-    acoustic: Acoustic, hidden: Tensor, *, noises: Sequence[Tensor], steps: int
-) -> tuple[list[Tensor], Tensor]:
-    """What diffusers' modular pipeline makes of a song's hidden states, with the noise it is given.
+class DiffusersStage:
+    """diffusers' condition encoder, solver and vocoder, as the blocks of its modular pipeline."""
 
-    Returns:
-        The windows' latents `[1, channels, latents]` and the sound `[1, 2, samples]` at 44.1 kHz.
-    """
-    package = "diffusers.modular_pipelines"
-    home = f"{package}.minimax_music3"
-    denoise = oracles.library(f"{home}.denoise")
-    state = oracles.library(f"{package}.modular_pipeline").PipelineState()
-    guider = oracles.library("diffusers.guiders").ClassifierFreeGuidance(guidance_scale=1.7)
-    scheduler = oracles.library("diffusers.schedulers").FlowMatchEulerDiscreteScheduler(
-        num_train_timesteps=1, shift=1.0, invert_sigmas=True
-    )
-    components = types.SimpleNamespace(
-        _execution_device=torch.device("cpu"),
-        condition_encoder=diffusers_network(acoustic, "condition_encoder"),
-        transformer=diffusers_network(acoustic, "transformer"),
-        vocoder=diffusers_network(acoustic, "vocoder"),
-        scheduler=scheduler,
-        guider=guider,
-        num_channels_latents=acoustic.configs["transformer"]["in_channels"],
-        latent_hop_length=512,
-    )
-    state.set("frame_hiddens", hidden[None])
-    state.set("num_inference_steps", steps)
-    state.set("output_type", "pt")
-    draws = [noise[None].clone() for noise in noises]
-    loop = denoise.MiniMaxMusic3ChunkDenoiseStep()
-    loop.set_progress_bar_config(disable=True)
-    with mock.patch.object(denoise, "randn_tensor", side_effect=draws):
-        for step in (
-            oracles.library(f"{home}.before_denoise").MiniMaxMusic3PrepareChunksStep(),
-            loop,
-            oracles.library(f"{home}.decoders").MiniMaxMusic3VocoderDecodeStep(),
-        ):
-            _, state = step(components, state)
-    return state.get("latent_chunks"), state.get("audios")
+    def __init__(self, acoustic: Acoustic) -> None:
+        package = "diffusers.modular_pipelines"
+        home = f"{package}.minimax_music3"
+        self._denoise = oracles.library(f"{home}.denoise")
+        self._state = oracles.library(f"{package}.modular_pipeline").PipelineState
+        self._components = types.SimpleNamespace(
+            _execution_device=torch.device("cpu"),
+            condition_encoder=diffusers_network(acoustic, "condition_encoder"),
+            transformer=diffusers_network(acoustic, "transformer"),
+            vocoder=diffusers_network(acoustic, "vocoder"),
+            scheduler=oracles.library("diffusers.schedulers").FlowMatchEulerDiscreteScheduler(
+                num_train_timesteps=1, shift=1.0, invert_sigmas=True
+            ),
+            guider=oracles.library("diffusers.guiders").ClassifierFreeGuidance(guidance_scale=1.7),
+            num_channels_latents=acoustic.configs["transformer"]["in_channels"],
+            latent_hop_length=512,
+        )
+        self._prepare = oracles.library(f"{home}.before_denoise").MiniMaxMusic3PrepareChunksStep()
+        self._solve = self._denoise.MiniMaxMusic3ChunkDenoiseStep()
+        self._solve.set_progress_bar_config(disable=True)
+        self._decode = oracles.library(f"{home}.decoders").MiniMaxMusic3VocoderDecodeStep()
+
+    @property
+    def vocoder(self) -> nn.Module:
+        return self._components.vocoder
+
+    def latents(self, hidden: Tensor, *, noises: Sequence[Tensor], steps: int) -> list[Tensor]:
+        """The windows' latents `[1, channels, latents]` of a song's hidden states, from the given noise."""
+        return self._solved(hidden, noises, steps).get("latent_chunks")
+
+    def song(self, hidden: Tensor, *, noises: Sequence[Tensor], steps: int) -> tuple[list[Tensor], Tensor]:
+        """The windows' latents, and the sound `[1, 2, samples]` at 44.1 kHz."""
+        _, state = self._decode(self._components, self._solved(hidden, noises, steps))
+        return state.get("latent_chunks"), state.get("audios")
+
+    def _solved(self, hidden: Tensor, noises: Sequence[Tensor], steps: int) -> Any:
+        state = self._state()
+        state.set("frame_hiddens", hidden[None])
+        state.set("num_inference_steps", steps)
+        state.set("output_type", "pt")
+        draws = [noise[None].clone() for noise in noises]
+        with mock.patch.object(self._denoise, "randn_tensor", side_effect=draws):
+            for step in (self._prepare, self._solve):
+                _, state = step(self._components, state)
+        return state

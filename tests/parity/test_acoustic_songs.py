@@ -14,7 +14,7 @@ from python_backend_models.engine.acoustic import (
 )
 from python_backend_models.resample import StreamingResampler
 from tests.acoustic_models import Acoustic, make_acoustic
-from tests.parity.acoustic_oracles import VllmOmniStage, diffusers_song, random_sizes, vllm_omni_flow
+from tests.parity.acoustic_oracles import DiffusersStage, VllmOmniStage, random_sizes, vllm_omni_flow
 from tests.parity.conftest import Fidelity
 
 SIZES = (4, 5, 6)
@@ -112,7 +112,7 @@ def test_solve_of_diffusers_pipeline(fidelity: Fidelity) -> None:
         acoustic = sized(size)
         hidden = song(acoustic, frames, seed=size)
         noises = [window_noise(acoustic, window, seed=size) for window in chunking.windows(frames)]
-        theirs, theirs_sound = diffusers_song(acoustic, hidden, noises=noises, steps=SONG_STEPS)
+        theirs, theirs_sound = DiffusersStage(acoustic).song(hidden, noises=noises, steps=SONG_STEPS)
         ours, ours_sound = rendered(acoustic, hidden, seed=size)
         latent_errors += [error(got, expected[0]) for got, expected in zip(ours, theirs, strict=True)]
         sound_errors.append(error(torch.cat(ours_sound, dim=1), theirs_sound[0]))

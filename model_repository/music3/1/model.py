@@ -42,6 +42,7 @@ class TritonPythonModel:
         self._line = SongLine(
             live_songs=settings.live_songs,
             waiting_songs=settings.waiting_songs,
+            windows_in_flight=settings.windows_in_flight,
             stage_limit_s=settings.stage_limit_s,
             died_s=self._stubs.died_s,
             on_tick=self._tick,
