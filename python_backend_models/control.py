@@ -26,7 +26,7 @@ _GUARD_POLL_S = 1.0
 _GUARD_LOOKS = 3
 # Between the death of a stub and the end of its server: time for `music3` to answer the songs concerned.
 _LAST_ANSWERS_S = 8.0
-_EXIT_WITHIN_S = 10.0
+_EXIT_WITHIN_S = 5.0  # with a dead stub the server would wait in vain for much longer
 
 DRAINED, NOT_YET, NO_SERVER = 0, 1, 2
 
@@ -132,7 +132,8 @@ def guard(server_pid: int, *, http_url: str, last_answers_s: float = _LAST_ANSWE
         # Not at the first look: a model may just be loading again.
         if dead := sorted(model for model, looks in suspicions.items() if looks >= _GUARD_LOOKS):
             _say(f"the process of {', '.join(dead)} died; the server can't replace it and is ended")
-            time.sleep(last_answers_s)
+            if FRONT_DOOR not in dead:
+                time.sleep(last_answers_s)
             _end(server_pid)
             return True
         time.sleep(_GUARD_POLL_S)
