@@ -37,7 +37,7 @@ class StandIn:
     """A process with stubs for children."""
 
     def __init__(self, folder: Path, *models: str) -> None:
-        paths = []
+        self.folder, paths = folder, []
         for model in models:
             path = folder / model / "1" / "model.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,15 +49,18 @@ class StandIn:
         assert self.process.stdout.readline() == b"up\n"
         # A stub shows the server's command line until it has become itself.
         until(lambda: sorted(find_stubs(self.pid).values()) == sorted(models))
+        self.stubs = list(find_stubs(self.pid))
 
     def kill_stub(self, model: str) -> None:
         (pid,) = (pid for pid, name in find_stubs(self.pid).items() if name == model)
         os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        for pid in find_stubs(self.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # Those that outlived the stand-in, too; a stub's file is in this test's own folder.
+        for pid in self.stubs:
+            with contextlib.suppress(OSError):
+                if str(self.folder) in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
 
