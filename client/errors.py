@@ -34,7 +34,7 @@ _TRANSPORT_WORDS = (
 # What the texts of errors look like that come without a status, first match first. The server's refusals of a
 # field begin with its name; Triton's own checks of a request have words of their own.
 _KINDS: tuple[tuple[str, str], ...] = (
-    (r"^(caption|lyrics|seed|max_frames|audio_encoding|prompt): ", "INVALID_ARGUMENT"),
+    (r"^(caption|lyrics|seed|max_frames|audio_encoding|prompt|probe): ", "INVALID_ARGUMENT"),
     (r"this model cannot honour|no such input|sent as a request parameter", "INVALID_ARGUMENT"),
     (r"songs run and \d+ wait|not available|not ready|maximum queue size|shutting down", "UNAVAILABLE"),
     (r"^(talker|dit|vocoder): |the server's log says why", "INTERNAL"),
