@@ -157,6 +157,10 @@ site_packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_p
 install_test_extras() {
   local stamp="$VENV/.music3-test"
   stamped "$stamp" test && [[ -d "$CACHE/reference" && -d "$CACHE/helm" ]] && return
+  if [[ "$(python_facts "$VENV/bin/python")" == "3.10 "* ]]; then
+    die "the tests need Python 3.11 or 3.12, as diffusers does, which they compare with (all else runs on 3.10):" \
+      "remove .venv and set MUSIC3_PYTHON"
+  fi
   say "downloading what the tests need beside that: test tools and reference implementations (about 200 MB)"
   in_venv_pip install -qq --group "$ROOT/pyproject.toml:test"
   rm -rf "$CACHE/reference.new"

@@ -188,6 +188,22 @@ def test_other_python_versions_are_not_taken(machine: Machine, version: str) -> 
     assert machine.pip() == ""
 
 
+def test_tests_say_that_they_need_a_newer_python_than_the_rest(machine: Machine) -> None:
+    (machine.libdir / "libpython3.10.so.1.0").touch()
+    stub = (
+        machine.root.parent
+        / "site/pytriton/tritonserver/python_backend_stubs/3.10/triton_python_backend_stub"
+    )
+    stub.parent.mkdir()
+    stub.touch()
+    assert machine.run("env", STUB_VERSION="3.10").returncode == 0
+    machine.stub("chromium", "#!/bin/bash\n")
+    done = machine.run("test", STUB_VERSION="3.10")
+    assert done.returncode == 1
+    assert "Python 3.11 or 3.12" in done.stderr
+    assert "pyproject.toml:test" not in machine.pip()
+
+
 def missing_libpython(machine: Machine) -> None:
     (machine.libdir / "libpython3.11.so.1.0").unlink()
     machine.stub("ldconfig", "#!/bin/bash\n")
