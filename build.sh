@@ -314,6 +314,26 @@ cmd_loadtest() {
   return "$status"
 }
 
+help_soak() {
+  cat <<'TEXT'
+Keep a server busy with mixed songs for some minutes; fails when anything grows, or a checked song changes.
+Usage: ./build.sh soak [--minutes M] [--seed N] [--out DIR]
+
+  --minutes M  how long (default 10); under 2 there are hardly enough readings to judge
+  --seed N     of the clients' choices (default 0)
+  --out DIR    for soak.json, soak.png and server.log (default benchmarks/results/soak)
+
+A server with a small random model is started for it. Long and short songs, cancels, deadlines, bad input and
+bursts, over gRPC and HTTP; memory of each process, /dev/shm, open files and threads are read between them.
+Growth: the median of the last third, after a quarter for warming up, is over 5 % above that of the first.
+TEXT
+}
+cmd_soak() {
+  locked test_environment
+  cd "$ROOT"
+  exec "$VENV/bin/python" -m tests.soak.soak "$@"
+}
+
 help_lint() {
   cat <<'TEXT'
 Check format and style of Python and shell files; --fix formats them.
