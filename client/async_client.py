@@ -33,7 +33,7 @@ class AsyncSongStream(AsyncIterator[Chunk]):
 
     async def __anext__(self) -> Chunk:
         try:
-            while not (self._ended or self._reader.final):
+            while not self._ended:  # to the stream's own end, see music3_client
                 message = await self._call.read()
                 if message is grpc.aio.EOF:
                     break
@@ -42,6 +42,8 @@ class AsyncSongStream(AsyncIterator[Chunk]):
                     return chunk
         except grpc.aio.AioRpcError as error:
             self._end()
+            if self._reader.final and not self._cancelled:
+                raise StopAsyncIteration from None
             raise self._reader.error(error.code(), error.details()) from None
         except asyncio.CancelledError:
             self._end()
@@ -75,9 +77,14 @@ class AsyncSongStream(AsyncIterator[Chunk]):
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._ended:
+        if self._ended:
+            return
+        if self._reader.finish_reason is None:
             self.cancel()
-            self._end()
+        else:
+            async for _ in self:  # all sound is here: what is left is the stream's end
+                pass
+        self._end()
 
 
 class AsyncMusic3Client:

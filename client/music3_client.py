@@ -6,6 +6,7 @@ stream at a time, so this is what lets one song be cancelled and the others go o
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -35,8 +36,9 @@ class SongStream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         try:
-            # A chunk may itself be the final response, so the flag is looked at before waiting for more.
-            while not (self._ended or self._reader.final):
+            # To the stream's own end, though the final response says that no more comes: a stream that is
+            # dropped just then keeps its request in the server for good (Triton 2.51), which then can't exit.
+            while not self._ended:
                 message = next(self._call, None)
                 if message is None:
                     break
@@ -45,6 +47,8 @@ class SongStream(Iterator[Chunk]):
                     return chunk
         except grpc.RpcError as error:
             self._end()
+            if self._reader.final and not self._cancelled:
+                raise StopIteration from None
             if self._cancelled:
                 raise Cancelled("cancelled", frames_done=self._reader.frames_done) from None
             raise self._reader.error(error.code(), error.details()) from None
@@ -73,9 +77,13 @@ class SongStream(Iterator[Chunk]):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._ended:
+        if self._ended:
+            return
+        if self._reader.finish_reason is None:
             self.cancel()
-            self._end()
+        else:
+            deque(self, maxlen=0)  # all sound is here: what is left is the stream's end
+        self._end()
 
 
 class Music3Client:

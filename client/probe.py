@@ -54,9 +54,7 @@ def probe(
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
             for message in stub.ModelStreamInfer(iter([request]), timeout=timeout_s):
-                reader.read(message)
-                if reader.final:
-                    break
+                reader.read(message)  # to the stream's end, see music3_client
         except grpc.RpcError as error:
             raise reader.error(error.code(), error.details()) from None
     if reader.finish_reason is None:
