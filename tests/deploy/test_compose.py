@@ -1,0 +1,95 @@
+"""The compose file against the compose specification, and what it starts against what there is."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compose_spec import PyCompose
+
+from python_backend_models.settings import DitSettings, Music3Settings, read
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "deploy" / "compose.yaml"
+
+
+def interpolated(text: str) -> str:
+    """The file as compose reads it: variables that are not set have their defaults, the others this value."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    return re.sub(r"\$\{\w+:\?[^}]*\}", "/path/to/checkpoint", text)
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return yaml.safe_load(COMPOSE.read_text())
+
+
+def test_file_follows_the_specification() -> None:
+    parsed = PyCompose.from_yaml(interpolated(COMPOSE.read_text()))
+    assert sorted(parsed.service_names()) == ["gateway", "grafana", "prometheus", "server"]
+
+
+def test_the_check_can_fail() -> None:
+    text = interpolated(COMPOSE.read_text())
+    with pytest.raises(ValueError, match="shm_sizes"):
+        PyCompose.from_yaml(text.replace("shm_size:", "shm_sizes:"))
+    with pytest.raises(ValueError, match="interval"):
+        PyCompose.from_yaml(text.replace("interval: 15s", "interval: soon"))
+
+
+def test_ports_are_on_this_machine_alone(compose: dict[str, Any]) -> None:
+    ports = [port for service in compose["services"].values() for port in service["ports"]]
+    assert len(ports) == 6
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_files_that_are_mounted_are_there(compose: dict[str, Any]) -> None:
+    mounted = [
+        volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service.get("volumes", [])
+        if volume.startswith(".")
+    ]
+    assert len(mounted) == 3
+    for path in mounted:
+        assert (COMPOSE.parent / path).exists(), path
+    prometheus = COMPOSE.parent / "prometheus"
+    scrape = yaml.safe_load((prometheus / "prometheus.yml").read_text())
+    assert all((prometheus / name).is_file() for name in scrape["rule_files"])
+    (job,) = scrape["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    assert host in compose["services"]
+    assert any(each.endswith(f":{port}") for each in compose["services"][host]["ports"])
+    provisioning = COMPOSE.parent / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"].removeprefix("http://").split(":")[0] in compose["services"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "music3.yml").read_text())["providers"]
+    dashboard = next(v for v in compose["services"]["grafana"]["volumes"] if "dashboard.json" in v)
+    assert dashboard.split(":")[1].startswith(provider["options"]["path"] + "/")
+
+
+def test_server_gets_a_gpu_shared_memory_and_time(compose: dict[str, Any]) -> None:
+    server = compose["services"]["server"]
+    (device,) = server["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert server["shm_size"] == "4gb"
+    (checkpoint,) = server["volumes"]
+    assert checkpoint.endswith(":/checkpoint:ro")
+    drain_s = int(server["environment"]["MUSIC3_DRAIN_S"])
+    grace_s = 60 * int(server["stop_grace_period"].removesuffix("m"))
+    assert 360 < drain_s < grace_s
+    assert server["read_only"]
+
+
+def test_settings_are_settings(compose: dict[str, Any]) -> None:
+    environment = compose["services"]["server"]["environment"]
+    defaults = {
+        name: value.split(":-")[1].removesuffix("}")
+        for name, value in environment.items()
+        if ":-" in str(value)
+    }
+    assert read(Music3Settings, "music3", {}, defaults).live_songs == int(defaults["MUSIC3_LIVE_SONGS"])
+    assert read(DitSettings, "dit", {}, defaults).precision == defaults["MUSIC3_DIT_PRECISION"]
+    assert len(defaults) == 2
