@@ -102,7 +102,9 @@ def run(
         raise RunError(f"perf_analyzer was not done after {timeout_s:g} s (--timeout)") from None
     except OSError as error:
         raise RunError(f"perf_analyzer could not be started: {error}") from error
-    if done.returncode or not export.is_file():
+    # With very few requests it may end with an error after it has written a complete export, and
+    # the export is what the report reads.
+    if not export.is_file():
         end = "\n".join(done.stdout.splitlines()[-_SHOWN_LINES:])
         raise RunError(
             f"perf_analyzer ended with exit code {done.returncode}; the end of what it said:\n{end}"
