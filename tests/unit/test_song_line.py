@@ -39,11 +39,11 @@ class Gate:
 
     def wait(self, songs: int = 1) -> None:
         for _ in range(songs):
-            assert self.reached.acquire(timeout=10)
+            assert self.reached.acquire(timeout=120)
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

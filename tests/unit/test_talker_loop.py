@@ -39,7 +39,7 @@ class Asker:
         self.results.put(result)
 
     def next(self) -> Result:
-        return self.results.get(timeout=30)
+        return self.results.get(timeout=300)
 
     def window(self) -> WindowResult:
         result = self.next()
