@@ -95,7 +95,10 @@ def _measure(arguments: argparse.Namespace) -> report.LoadTest:
                 library_path=arguments.library_path,
                 log=_say,
             )
-            return figures.read_export(export)[concurrency]
+            found = figures.read_export(export).get(concurrency, [])
+            if len(found) < count:
+                raise runs.RunError(f"only {len(found)} of {count} songs came; the server's log says why")
+            return found
 
         if arguments.warm_up:
             run(1, arguments.warm_up)

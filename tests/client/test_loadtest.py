@@ -247,3 +247,22 @@ def test_missing_program_and_bad_inputs_are_named(tmp_path: Path, capsys: pytest
         (tmp_path / "in.json").write_text(text)
         assert main(["--perf-analyzer", made, "--inputs", str(tmp_path / "in.json")]) == 1
         assert "in.json: not" in capsys.readouterr().err
+
+
+def test_fewer_songs_than_asked_for_are_no_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = write_export(tmp_path / "made.json", request(0.0, (1.0, 2.0)), concurrency=2)
+    made = program(tmp_path, f'for last; do :; done; cp {export} "$last"')
+    options = [
+        "--perf-analyzer",
+        made,
+        "--warm-up",
+        "0",
+        "--concurrency",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(options) == 1
+    assert "only 1 of 4 songs came" in capsys.readouterr().err
