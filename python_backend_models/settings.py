@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from python_backend_models.contract import MAX_SONG_FRAMES, PROFILES
-from python_backend_models.engine.precision import PRECISIONS
+from python_backend_models.engine.precision import ATTENTION, PRECISIONS
 
 ENVIRONMENT_PREFIX = "MUSIC3_"
 CHECKPOINT_VARIABLE = f"{ENVIRONMENT_PREFIX}CHECKPOINT"
@@ -151,9 +151,17 @@ class DitSettings(DeviceSettings):
     """Settings of `dit`."""
 
     precision: str = setting("float32", "of weights and matrix products", choices=PRECISIONS)
+    attention: str = setting(
+        "auto", "attention kernel; auto: the first that the device has, in this order", choices=ATTENTION
+    )
     graphs: str = setting("on", "CUDA graphs of full windows; nothing on a CPU", choices=("on", "off"))
     batch_windows: int = setting(
         8, "most windows computed at once on a GPU; fewer need less memory", least=1, most=8
+    )
+    compiled: str = setting(
+        "off",
+        "let torch.compile fuse what surrounds the products; the load takes longer",
+        choices=("on", "off"),
     )
 
 
@@ -165,6 +173,11 @@ class VocoderSettings(DeviceSettings):
     graphs: str = setting("on", "CUDA graphs of full windows; nothing on a CPU", choices=("on", "off"))
     batch_windows: int = setting(
         8, "most windows computed at once on a GPU; fewer need less memory", least=1, most=8
+    )
+    compiled: str = setting(
+        "off",
+        "let torch.compile fuse what surrounds the products; the load takes longer",
+        choices=("on", "off"),
     )
 
 

@@ -9,7 +9,7 @@ Source of the solve: vllm-omni 0.30.0; golden vectors in tests/unit/test_acousti
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,8 +94,8 @@ class FlowEngine:
         compiled: let torch.compile fuse what surrounds the blocks' products; the first call takes a minute.
 
     Raises:
-        ValueError: the device can't honour the precision or the attention kernel, or encoder and transformer
-            don't fit each other.
+        ValueError: the device can't honour the precision, the attention kernel or the compilation, or encoder
+            and transformer don't fit each other.
     """
 
     def __init__(
@@ -135,6 +135,9 @@ class FlowEngine:
         if compiled:
             for block in transformer.transformer_blocks:
                 block.compile(dynamic=True)
+            tokens = torch.zeros(2, 3, transformer.proj_in.out_features, device=self.device)
+            rotary = transformer.rotary(2)
+            _try_compiled(lambda: transformer.transformer_blocks[0](tokens, rotary))
         self._steps, self._guidance_scale = steps, guidance_scale
         self._batch_sizes = checked_sizes(batch_sizes or BATCH_SIZES[self.device.type])
         times = torch.tensor([step / steps for step in range(steps)], dtype=torch.float32)
@@ -262,7 +265,7 @@ class VocoderEngine:
         compiled: let torch.compile fuse the snakes.
 
     Raises:
-        ValueError: the device can't honour the precision.
+        ValueError: the device can't honour the precision or the compilation.
     """
 
     def __init__(
@@ -283,6 +286,9 @@ class VocoderEngine:
                 module.to(self._precision.weight_dtype)
             elif compiled and isinstance(module, Snake):
                 module.compile(dynamic=True)
+        if compiled:
+            channels = vocoder.config["decoder_hidden_dim"]
+            _try_compiled(lambda: vocoder.blocks[0].snake1(torch.zeros(2, channels, 3, device=self.device)))
         self._batch_sizes = checked_sizes(batch_sizes or BATCH_SIZES[self.device.type])
         recorder = CudaRecorder(self.device) if graphs and self.device.type == "cuda" else None
         self._forward = GraphedFunction(vocoder.forward, recorder)
@@ -356,6 +362,15 @@ def draw_noise(seed: int, window_index: int, shape: tuple[int, int], *, device: 
     """Standard normal noise a window starts from, `[channels, latents]`, from the device's own generator."""
     generator = torch.Generator(device).manual_seed(noise_seed(seed, window_index))
     return torch.randn(shape, generator=generator, device=device)
+
+
+def _try_compiled(call: Callable[[], object]) -> None:
+    """Let torch.compile fail now, if it does: at a song's first window it would be too late."""
+    try:
+        with torch.inference_mode():
+            call()
+    except RuntimeError as error:
+        raise ValueError(f"compiled: torch.compile does not work here: {error}") from error
 
 
 def _carry_of(latent: Tensor, condition: Tensor) -> Carry:

@@ -113,7 +113,7 @@ def load_flow(settings: DitSettings, device: torch.device) -> FlowEngine:
 
     Raises:
         CheckpointError: see `checkpoint.load`.
-        ValueError: the device can't honour the precision.
+        ValueError: the device can't honour the precision or the attention kernel.
     """
     root = settings.checkpoint_path
     return FlowEngine(
@@ -121,8 +121,10 @@ def load_flow(settings: DitSettings, device: torch.device) -> FlowEngine:
         checkpoint.load(root, checkpoint.FLOW_TRANSFORMER, device=device),
         device=device,
         precision=settings.precision,
+        attention=settings.attention,
         graphs=settings.graphs == "on",
         batch_sizes=batch_sizes(device, settings.batch_windows),
+        compiled=settings.compiled == "on",
     )
 
 
@@ -134,4 +136,5 @@ def load_vocoder(settings: VocoderSettings, device: torch.device) -> VocoderEngi
         precision=settings.precision,
         graphs=settings.graphs == "on",
         batch_sizes=batch_sizes(device, settings.batch_windows),
+        compiled=settings.compiled == "on",
     )

@@ -327,3 +327,18 @@ def test_compiled_stages_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(got.latent, expected.latent, atol=1e-5, rtol=0)
     got, expected = (vocoder.decode([expected.latent], [(0, 512)])[0] for _, vocoder in engines)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_a_compiler_that_does_not_work_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: object, inputs: object) -> None:
+        raise OSError("no such compiler")
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **kw: compile_module(module, backend=broken, **kw)
+    )
+    networks = make_acoustic(seed=13)
+    with pytest.raises(ValueError, match=r"(?s)compiled: .*no such compiler"):
+        FlowEngine(networks.encoder, networks.transformer, device="cpu", compiled=True)
+    with pytest.raises(ValueError, match=r"(?s)compiled: .*no such compiler"):
+        VocoderEngine(networks.vocoder, device="cpu", compiled=True)
