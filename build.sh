@@ -226,10 +226,11 @@ cmd_test() {
 help_bench() {
   cat <<'TEXT'
 Measure in one run against other implementations; tables here, JSON and plots in benchmarks/results/.
-Usage: ./build.sh bench talker|acoustic|gpu [options]   (./build.sh bench talker --help says which)
+Usage: ./build.sh bench talker|acoustic|song|gpu [options]   (./build.sh bench talker --help says which)
 
   talker     the autoregressive engine against diffusers' loop, and how a step's cost grows
   acoustic   windows of one and of eight songs against diffusers and vllm-omni
+  song       songs through the server at 1, 2, 4 and 8 clients: time to first audio, RTF, overhead
   gpu        full-size random weights on a CUDA device, under 8 minutes
 
 Without --checkpoint, a random mid-size checkpoint (1.1 GB) is made in .cache/mid first.

@@ -193,6 +193,7 @@ def talker_board() -> Board:
     board.gauge("music3_talker_shared_pages", "pages that songs would hold in copies if they were not shared")
     board.counter("music3_talker_steps_total", "frame steps")
     board.counter("music3_talker_step_seconds_total", "time in frame steps")
+    board.counter("music3_talker_busy_seconds_total", "time in steps of any kind")
     board.counter("music3_talker_frames_total", "frames drawn, of all songs")
     board.counter("music3_talker_prefill_steps_total", "steps that worked on a prompt too")
     board.counter("music3_talker_prefill_seconds_total", "time in steps that worked on a prompt too")
@@ -233,6 +234,8 @@ def count_step(
     }
     for gauge, count in gauges.items():
         board.set(f"music3_talker_{gauge}", census[count])
+    if frames or prefilled:
+        board.add("music3_talker_busy_seconds_total", seconds)
     if prefilled:
         board.add("music3_talker_prefill_steps_total")
         board.add("music3_talker_prefill_seconds_total", seconds)

@@ -87,9 +87,10 @@ class TalkerLoop:
             except Exception:
                 _LOG.exception("the engine failed; its songs end with an error")
                 deliveries, busy = self._engine.fail_all(SongError("the talker failed on this song")), False
+            seconds = time.perf_counter() - started_s
             for key, result in deliveries:
                 self._answer(key, result)
-            self._report(time.perf_counter() - started_s)
+            self._report(seconds)
             self._drop_idle()
         for key in list(self._replies):
             self._answer(key, SongError("the talker is shutting down"))

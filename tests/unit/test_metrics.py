@@ -162,3 +162,15 @@ def test_every_family_says_what_it_is_and_is_named_as_prometheus_wants() -> None
         assert family.name.startswith("music3_")
         counted = ("_total", "_bucket", "_sum", "_count")
         assert family.name.endswith(counted) == (family.kind == "counter")
+
+
+def test_a_step_is_busy_time_once_whatever_it_worked_on() -> None:
+    made = metrics.talker_board()
+    census = dict.fromkeys(("live", "waiting", "slots_free", "pages_free", "pages_shared"), 1)
+    for frames, prefilled, seconds in ((0, True, 1.0), (2, True, 2.0), (2, False, 4.0), (0, False, 8.0)):
+        metrics.count_step(made, census, frames=frames, prefilled=prefilled, seconds=seconds)
+    values = read(made)
+    assert values["music3_talker_busy_seconds_total"] == 7.0
+    assert values["music3_talker_prefill_seconds_total"] == 3.0
+    assert values["music3_talker_step_seconds_total"] == 6.0
+    assert values["music3_talker_frames_total"] == 4

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from python_backend_models.orchestrator import SongCancelledError, SongReport, UnavailableError
 from python_backend_models.song_line import PROBE_ANSWER, LineCensus, SongLine
@@ -349,3 +350,14 @@ def test_a_probe_nobody_waits_for_is_dropped(make_line: MakeLine) -> None:
     until(lambda: listener.closed)
     assert isinstance(listener.closed[0], SongCancelledError)
     gate.opened.set()
+
+
+def test_songs_do_not_fight_over_cores(make_line: MakeLine) -> None:
+    threads: list[int] = []
+    torch.set_num_threads(3)
+    try:
+        _, listener = submit(make_line(), lambda call: threads.append(torch.get_num_threads()))
+        until(lambda: listener.closed)
+    finally:
+        torch.set_num_threads(1)
+    assert set(threads) == {1}

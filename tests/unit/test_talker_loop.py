@@ -238,3 +238,22 @@ def test_steps_are_reported_with_what_they_did(make_loop: MakeLoop) -> None:
     assert all(report.seconds > 0 for report in reports)
     loop.end(1)
     until(lambda: reports[-1].census.live == 0)
+
+
+def test_the_engine_computes_on_as_many_threads_as_its_stage_was_given(make_loop: MakeLoop) -> None:
+    engine, threads = make_engine(), []
+    step = engine.step
+
+    def counting() -> tuple[list[tuple[int, Result]], bool]:
+        threads.append(torch.get_num_threads())
+        return step()
+
+    engine.step = counting  # type: ignore[method-assign]
+    torch.set_num_threads(2)
+    try:
+        loop, asker = make_loop(engine), Asker()
+        loop.start(1, plan(4, max_frames=2), asker)
+        asker.window()
+    finally:
+        torch.set_num_threads(1)
+    assert set(threads) == {2}
