@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_choices import choices
 from benchmarks.report import machine, table, write_json
 from python_backend_models import chunking
 from python_backend_models.contract import CARRY_LATENTS, CONTEXT_TOKENS, WINDOW_FRAMES
@@ -322,6 +323,7 @@ def acoustic(bench: Bench) -> dict[str, Any]:
         figures["memory_gib"] = bench.memory_gib()
         del flow, vocoder, stages, run
         release(bench)
+    figures["choices"] = choices(bench)
     return figures
 
 
@@ -367,6 +369,7 @@ def main(argv: list[str] | None = None) -> None:
     if "acoustic" in figures:
         show("Flow transformer, one full window", figures["acoustic"]["flow"])
         show("Vocoder, one full window", figures["acoustic"]["vocoder"])
+        show("Other ways to compute a full window", figures["acoustic"]["choices"])
     for line in bench.left_out:
         print(f"left out: {line}")
     print(f"\n{write_json('gpu', figures)}")

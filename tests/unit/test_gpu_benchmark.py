@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu, report
+from benchmarks import gpu, gpu_choices, report
 
 
 def test_it_runs_and_writes_its_figures(
@@ -21,6 +22,12 @@ def test_it_runs_and_writes_its_figures(
         "INDEPENDENT_FRAMES": 3,
     }.items():
         monkeypatch.setattr(gpu, name, smaller)
+    monkeypatch.setattr(gpu_choices, "PRECISION", "bfloat16")
+    monkeypatch.setattr(gpu_choices, "BATCHES", (1,))
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **kw: compile_module(module, backend="aot_eager", **kw)
+    )
     gpu.main(["--device", "cpu", "--size", "tiny", "--repeats", "1"])
     figures = json.loads((tmp_path / "gpu.json").read_text())
     assert {(row["graphs"], row["songs"]) for row in figures["talker"]["steps"]} == {
@@ -28,6 +35,15 @@ def test_it_runs_and_writes_its_figures(
     }
     assert figures["talker"]["independence"]["equal"] == 8
     assert {row["precision"] for row in figures["acoustic"]["flow"]} == {"float32", "bfloat16"}
+    assert [row["what"] for row in figures["acoustic"]["choices"]] == [
+        "vocoder, cuDNN by its rules",
+        "vocoder, cuDNN, searched",
+        "vocoder, no cuDNN",
+        "vocoder, snakes compiled, cuDNN by its rules",
+        "flow, compiled",
+    ]
+    assert torch.backends.cudnn.enabled
+    assert not torch.backends.cudnn.benchmark
     assert "Frame steps" in capsys.readouterr().out
 
 
