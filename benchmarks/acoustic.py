@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "comparison": comparison,
         "audio_s_per_s": per_second,
         "shares": shares,
-        **growth(sides, rounds=rounds, clock=clock),
+        **growth(sides, rounds=max(1, rounds // 2), clock=clock),
         "savings": savings(sides, rounds=rounds, clock=clock),
     }
     show(

@@ -22,7 +22,7 @@ from benchmarks.report import RESULTS, table, write_json
 from client import Music3Client
 from client.loadtest.figures import SongTrace, summarize
 from tests.triton.server import TritonServer
-from tests.triton.songs import CAPTION, LYRICS, grown, metrics
+from tests.triton.songs import CAPTION, LYRICS, fresh_metrics, grown
 
 CLIENTS = (1, 2, 4, 8)
 FRAMES = 210
@@ -33,16 +33,13 @@ ENGINE_SECONDS = {
     "vocoder": "music3_vocoder_batch_seconds_total",
 }
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
-# The stages publish what they count twice a second.
-_PUBLISHED_WITHIN_S = 1.5
 
 
 class Readings:
     """What the server, its processes and the kernel had counted at a moment."""
 
     def __init__(self, server: TritonServer) -> None:
-        time.sleep(_PUBLISHED_WITHIN_S)
-        self.counted = metrics(server)
+        self.counted = fresh_metrics(server)
         self.triton = {stage: statistics_of(server, stage) for stage in ("dit", "vocoder")}
         pids = {"tritonserver": [server.pid]} | {
             model: server.stub_pids(model) for model in ("music3", *STAGES)
@@ -216,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     RESULTS.mkdir(exist_ok=True)
     figures: dict[str, Any] = {"frames": arguments.frames, "levels": []}
-    settings = {"MUSIC3_CPU_THREADS": str(arguments.threads)}
+    settings = {"MUSIC3_CPU_THREADS": str(arguments.threads), "MUSIC3_METRICS_INTERVAL_S": "0.5"}
 
     def server(name: str, **more: str) -> TritonServer:
         log = RESULTS / f"song-{name}.log"

@@ -109,6 +109,7 @@ def drain(server_pid: int, *, folder: Path, timeout_s: float, stop: bool) -> int
             _say(f"{live} songs still run after {timeout_s:g} s; new ones are still refused")
             return NOT_YET
         time.sleep(_POLL_S)
+    notes.withdraw()  # a server that was killed leaves them behind
     _say(f"server {server_pid} is gone")
     return NO_SERVER
 

@@ -1,9 +1,9 @@
 """What the stages count, and how it reaches the server's metrics page.
 
-Counting is a few additions under a lock in the stage's process; a thread publishes what changed twice a
-second, because each update of a Triton metric is a message to the server's process, too slow for a frame
-step. Histograms are counters `_bucket{le}`, `_sum` and `_count`, which PromQL takes for one: not every Triton
-has custom histograms. Every series carries the model instance's name in `instance_name`.
+Counting is a few additions under a lock in the stage's process; a thread publishes what changed now and then,
+because each update of a Triton metric is a message to the server's process, too slow for a frame step.
+Histograms are counters `_bucket{le}`, `_sum` and `_count`, which PromQL takes for one: not every Triton has
+custom histograms. Every series carries the model instance's name in `instance_name`.
 """
 
 import logging
@@ -16,7 +16,6 @@ from python_backend_models.contract import OUTPUT_RATE_HZ
 from python_backend_models.orchestrator import SongReport
 
 _LOG = logging.getLogger(__name__)
-_PUBLISH_EVERY_S = 0.5
 _CLOSE_WITHIN_S = 2.0
 _INFINITE = "+Inf"
 
@@ -46,12 +45,19 @@ Sink = Callable[[Family, Mapping[str, str]], Series]
 
 
 class Board:
-    """All numbers of one model instance."""
+    """All numbers of one model instance.
 
-    def __init__(self) -> None:
+    Args:
+        heartbeat: name of a counter of the rounds in which these numbers reached the page.
+    """
+
+    def __init__(self, *, heartbeat: str) -> None:
         self._lock = threading.Lock()
         self._families: dict[str, Family] = {}
         self._values: dict[tuple[str, Labels], float] = {}
+        self._asked: dict[str, Callable[[], float]] = {}
+        self.heartbeat = heartbeat
+        self.counter(heartbeat, "rounds in which this stage's numbers reached this page; still: they are old")
 
     def counter(self, name: str, meaning: str, *, label: str = "", values: Sequence[str] = ()) -> None:
         """Declare something that only grows; with a label, one series for each of `values`."""
@@ -85,6 +91,11 @@ class Board:
         with self._lock:
             self._values[name, ()] += value - self._values[name, ()]
 
+    def ask(self, name: str, value: Callable[[], float]) -> None:
+        """Have a gauge's value asked for whenever the numbers are read. Raises KeyError as `set`."""
+        self.set(name, value())
+        self._asked[name] = value
+
     def observe(self, name: str, value: float) -> None:
         """Add a value to a histogram."""
         with self._lock:
@@ -96,8 +107,15 @@ class Board:
 
     def read(self) -> dict[tuple[Family, Labels], float]:
         """A copy of every value."""
+        for name, value in list(self._asked.items()):
+            self.set(name, value())
         with self._lock:
             return {(self._families[name], labels): value for (name, labels), value in self._values.items()}
+
+    def read_heartbeat(self) -> dict[tuple[Family, Labels], float]:
+        """The heartbeat alone."""
+        with self._lock:
+            return {(self._families[self.heartbeat], ()): self._values[self.heartbeat, ()]}
 
 
 def _labels(label: str, value: str) -> Labels:
@@ -110,13 +128,13 @@ class Publisher:
     Args:
         sink: makes a series of the page; None where there is no page, then nothing is done.
         instance_name: of the model instance.
+        every_s: time from one round to the next.
     """
 
-    def __init__(
-        self, board: Board, sink: Sink | None, *, instance_name: str, every_s: float = _PUBLISH_EVERY_S
-    ) -> None:
+    def __init__(self, board: Board, sink: Sink | None, *, instance_name: str, every_s: float) -> None:
         self._board, self._every_s = board, every_s
         self._sink = sink  # kept: it holds Triton's families, which must outlive their series
+        self._turn = threading.Lock()
         self._closed = threading.Event()
         self._published: dict[tuple[Family, Labels], float] = {}
         self._series: dict[tuple[Family, Labels], Series] = {}
@@ -130,8 +148,14 @@ class Publisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Bring over what has changed. For the publisher's thread alone, and for tests."""
-        for key, value in self._board.read().items():
+        """Bring over what changed, the heartbeat last."""
+        with self._turn:
+            self._bring(self._board.read())
+            self._board.add(self._board.heartbeat)
+            self._bring(self._board.read_heartbeat())
+
+    def _bring(self, values: Mapping[tuple[Family, Labels], float]) -> None:
+        for key, value in values.items():
             change = value - self._published[key]
             if not change:
                 continue
@@ -165,7 +189,7 @@ STAGES = ("talker", "dit", "vocoder")
 
 def music3_board() -> Board:
     """Of the front door."""
-    board = Board()
+    board = Board(heartbeat="music3_published_total")
     board.gauge("music3_live_songs", "songs in the making")
     board.gauge("music3_waiting_songs", "songs that wait for a place")
     board.gauge("music3_places", "songs that can be in the making at once")
@@ -185,10 +209,12 @@ def music3_board() -> Board:
 
 def talker_board() -> Board:
     """Of the autoregressive stage."""
-    board = Board()
+    board = Board(heartbeat="music3_talker_published_total")
     board.gauge("music3_talker_live_songs", "songs that hold a slot")
     board.gauge("music3_talker_waiting_songs", "songs that wait for a slot or for pages")
+    board.gauge("music3_talker_slots", "slots there are")
     board.gauge("music3_talker_free_slots", "slots that no song holds")
+    board.gauge("music3_talker_pages", "key-value pages there are")
     board.gauge("music3_talker_free_pages", "key-value pages that no song holds")
     board.gauge("music3_talker_shared_pages", "pages that songs would hold in copies if they were not shared")
     board.counter("music3_talker_steps_total", "frame steps")
@@ -202,7 +228,7 @@ def talker_board() -> Board:
 
 def acoustic_board(stage: str) -> Board:
     """Of `dit` or `vocoder`."""
-    board = Board()
+    board = Board(heartbeat=f"music3_{stage}_published_total")
     board.counter(f"music3_{stage}_batches_total", "batches that Triton formed")
     board.counter(f"music3_{stage}_windows_total", "windows in them")
     board.counter(f"music3_{stage}_failed_windows_total", "windows that were answered with an error")

@@ -44,6 +44,9 @@ class StageSettings:
     """Settings that every stage has."""
 
     checkpoint: str = setting("", "folder of the checkpoint in its official layout")
+    metrics_interval_s: float = setting(
+        0.5, "time between two updates of this stage's numbers on the metrics page", least=0.05, most=60
+    )
 
     @property
     def checkpoint_path(self) -> Path:
@@ -102,6 +105,12 @@ class Music3Settings(StageSettings):
     max_frames: int = setting(MAX_SONG_FRAMES, "longest song that is accepted", least=1, most=MAX_SONG_FRAMES)
     stage_limit_s: float = setting(
         300.0, "a song whose call to a stage takes longer is given up as UNAVAILABLE", least=1
+    )
+    reopen_after_s: float = setting(
+        7.0,
+        "a song's sequence at the talker that was not used for so long is opened again; a little less than "
+        "the talker's max_sequence_idle_microseconds",
+        least=0,
     )
     control_folder: str = setting(
         "/dev/shm", "where this process and the drain command leave each other notes; must be writable"

@@ -55,7 +55,7 @@ class SongLine:
         stage_limit_s: a call of a song that takes longer is given up.
         died_s: when (`time.monotonic`) a process of a stage was last found dead.
         on_tick: called about five times a second with the census.
-        on_end: called with the report of every song that was accepted, when its listener was closed.
+        on_end: called with the report of every song that was accepted, just before its listener is closed.
         on_lost: called with the stage of every call that was given up.
     """
 
@@ -222,11 +222,14 @@ class SongLine:
                 _LOG.error("song %s failed", run.job.name, exc_info=error)
         if report.outcome in ("unavailable", "failed"):
             self._sound_at_s = None  # what was heard before says nothing any more
+        # Counted before the client hears of it: whoever asks after that finds the song in the numbers.
         try:
-            run.listener.close(error)
-        except Exception:
-            _LOG.exception("song %s could not be closed", run.job.name)
-        self._on_end(report)
+            self._on_end(report)
+        finally:
+            try:
+                run.listener.close(error)
+            except Exception:
+                _LOG.exception("song %s could not be closed", run.job.name)
 
     # ------------------------------------------------------------------ watch
 

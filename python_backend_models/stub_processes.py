@@ -23,7 +23,7 @@ def find_stubs(server_pid: int) -> dict[int, str]:
     found = {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit() and parent_of(int(folder.name)) == server_pid:
-            model = _model_of(_arguments(folder))
+            model = model_of(_arguments(folder))
             if model is not None:
                 found[int(folder.name)] = model
     return found
@@ -46,13 +46,17 @@ def _arguments(folder: Path) -> list[str]:
         return []
 
 
-def _model_of(arguments: list[str]) -> str | None:
+def model_of(arguments: list[str]) -> str | None:
+    """The model whose instance a process with these arguments runs; None for any other process."""
     if len(arguments) < 2 or Path(arguments[0]).name != _STUB:
         return None
+    folder = Path(arguments[1]).parents[1].name  # <model>/<version>/model.py
     for argument in arguments[2:]:
         if match := _INSTANCE.fullmatch(argument):
             return match[1]
-    return Path(arguments[1]).parents[1].name  # <model>/<version>/model.py
+        if argument == folder:
+            return None  # no instance: it completes the model's config while the server loads, and ends
+    return folder
 
 
 class StubWatch:

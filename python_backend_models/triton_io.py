@@ -242,7 +242,7 @@ def _response(tensors: list[Any] | None, answer: Any) -> Any:
 # ------------------------------------------------------------------- metrics
 
 
-def publish_metrics(board: metrics.Board, args: Mapping[str, str]) -> metrics.Publisher:
+def publish_metrics(board: metrics.Board, args: Mapping[str, str], *, every_s: float) -> metrics.Publisher:
     """Publish a board on the server's metrics page, if it has one; call in `initialize`."""
     families: dict[str, Any] = {}
 
@@ -256,10 +256,10 @@ def publish_metrics(board: metrics.Board, args: Mapping[str, str]) -> metrics.Pu
 
     name = args["model_instance_name"]
     try:
-        return metrics.Publisher(board, sink, instance_name=name)
+        return metrics.Publisher(board, sink, instance_name=name, every_s=every_s)
     except Exception as error:  # metrics are switched off, or this server can't have custom ones
         _LOG.warning("no metrics of %s: %s", name, error)
-        return metrics.Publisher(board, None, instance_name=name)
+        return metrics.Publisher(board, None, instance_name=name, every_s=every_s)
 
 
 # --------------------------------------------------------------- front door

@@ -1,6 +1,7 @@
 """A song's calls to the other models, over Triton's business logic scripting."""
 
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,27 @@ from python_backend_models.orchestrator import SongJob, TalkerWindow, Unavailabl
 from python_backend_models.triton_io import FOR_CLIENTS, StageError, from_ints
 
 _LOG = logging.getLogger(__name__)
+_CLOSED = "must specify the START flag"
 _START, _END = 1, 2  # TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, not in pb_utils while this is read
 
 
-class BlsStages:
-    """A song's calls to the other models, one short call per window and stage."""
+class SequenceClosedError(Exception):
+    """Triton no longer has the sequence that a request without START belongs to."""
 
-    def __init__(self, *, name: str, trace: Any) -> None:
+
+class BlsStages:
+    """A song's calls to the other models, one short call per window and stage.
+
+    Args:
+        name: the song's, for the log and as the calls' request id.
+        trace: of the client's request, for Triton's tracing.
+        reopen_after_s: when the talker's sequence was not used for so long, Triton may have closed it.
+    """
+
+    def __init__(self, *, name: str, trace: Any, reopen_after_s: float) -> None:
         self._name, self._trace = name, trace
+        self._reopen_after_s = reopen_after_s
+        self._talked_s = time.monotonic()
 
     def start(self, key: int, job: SongJob) -> TalkerWindow:
         inputs = [
@@ -36,7 +50,7 @@ class BlsStages:
     def end(self, key: int) -> None:
         """Never raises: it runs when the song is over anyway, and the talker drops idle songs by itself."""
         try:
-            self._call("talker", [], [], correlation_id=key, flags=_END)
+            self._talk(key, [], [], flags=_END)
         except Exception as error:
             _LOG.warning("song %s: the talker did not take its end: %s", self._name, error)
 
@@ -56,7 +70,7 @@ class BlsStages:
 
     def _window(self, key: int, inputs: list[Any], *, flags: int) -> TalkerWindow:
         names = ["hidden", "window_index", "end_frame", "crop_samples", "finish_reason"]
-        outputs = self._call("talker", inputs, names, correlation_id=key, flags=flags)
+        outputs = self._talk(key, inputs, names, flags=flags)
         reason = outputs["finish_reason"].as_numpy().reshape(-1)[0].decode()
         left, right = outputs["crop_samples"].as_numpy().reshape(-1).tolist()
         return TalkerWindow(
@@ -66,6 +80,17 @@ class BlsStages:
             crop_samples=(left, right),
             finish_reason=reason or None,
         )
+
+    def _talk(self, key: int, inputs: list[Any], outputs: list[str], *, flags: int) -> dict[str, Any]:
+        """Call the talker; its song goes on where Triton has closed the sequence as idle."""
+        now_s = time.monotonic()
+        if now_s - self._talked_s >= self._reopen_after_s:
+            flags |= _START
+        self._talked_s = now_s
+        try:
+            return self._call("talker", inputs, outputs, correlation_id=key, flags=flags)
+        except SequenceClosedError:  # just closed, or the talker's config and ours differ
+            return self._call("talker", inputs, outputs, correlation_id=key, flags=flags | _START)
 
     def _call(
         self,
@@ -104,6 +129,8 @@ def _stage_error(model: str, error: Any) -> Exception:
     text = error.message() if hasattr(error, "message") else str(error)
     if text.startswith(FOR_CLIENTS):
         return StageError(f"{model}: {text.removeprefix(FOR_CLIENTS)}")
+    if _CLOSED in text:
+        return SequenceClosedError(text)
     code = error.code() if hasattr(error, "code") else None
     _LOG.warning("%s: %s", model, text)
     unavailable = code == pb_utils.TritonError.UNAVAILABLE

@@ -87,7 +87,8 @@ class TritonServer:
         if self._repository is not None:
             command += ["--repository", str(self._repository)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSIC3_")}
-        environment |= self._environment
+        # Tests compare what the page says before and after: it should not take them long to know.
+        environment |= {"MUSIC3_METRICS_INTERVAL_S": "0.1"} | self._environment
         # Appended to, as the server and its stubs all write to it and a stub may outlive the server.
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -105,7 +106,7 @@ class TritonServer:
         while time.monotonic() < deadline_s and time.monotonic() < all_alive_s + 3.0 and self.running:
             if self.is_ready():
                 return True
-            if all(_alive(pid) for pid in _children(self.pid)):
+            if all(is_alive(pid) for pid in _children(self.pid)):
                 all_alive_s = time.monotonic()
             time.sleep(0.1)
         self.kill()
@@ -131,7 +132,9 @@ class TritonServer:
         for pid in stubs:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not any(_alive(pid) for pid in stubs), timeout_s=10.0, what="the stubs to be gone")
+        wait_until(
+            lambda: not any(is_alive(pid) for pid in stubs), timeout_s=10.0, what="the stubs to be gone"
+        )
 
     def stop(self) -> None:
         """Stop it whatever its state; for the end of a test."""
@@ -265,7 +268,8 @@ def _status_number(status: str, field: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, other than one that nobody has waited for yet."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -7,6 +7,7 @@ made in the test's process without pages, slots, threads or batches.
 import functools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ CAPTION = "warm folk, one guitar, a slow waltz"
 LYRICS = "[Verse]\nThe river learns the colour of the sky\n[Chorus]\nStay a while"
 _SAMPLE = re.compile(r"^(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_HEARTBEAT = "_published_total"
 SETTLED_WITHIN_S = 60.0
 
 
@@ -81,10 +83,10 @@ def together(tasks: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def metrics(server: TritonServer) -> dict[str, float]:
-    """This project's values on the metrics page by `name` or `name label`; instances added up."""
+    """This project's values on the metrics page by `name` or `name label`, but for the heartbeats."""
     values: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(server.metrics()):
-        if name.startswith("music3_"):
+        if name.startswith("music3_") and not name.endswith(_HEARTBEAT):
             own = [text for label, text in _LABEL.findall(labels) if label != "instance_name"]
             key = " ".join([name, *own])
             values[key] = values.get(key, 0.0) + float(value)
@@ -96,21 +98,42 @@ def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
     return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
 
+def heartbeats(server: TritonServer) -> dict[str, float]:
+    """Of each model instance, the rounds in which its numbers came to the page."""
+    return {
+        f"{name} {labels}": float(value)
+        for name, labels, value in _SAMPLE.findall(server.metrics())
+        if name.endswith(_HEARTBEAT)
+    }
+
+
+def fresh_metrics(server: TritonServer) -> dict[str, float]:
+    """`metrics` that tell of all that was counted before this call."""
+    before = heartbeats(server)
+    assert len(before) >= 4
+
+    def newer() -> bool:
+        # One round may have been under way.
+        return all(beats >= before[name] + 2 for name, beats in heartbeats(server).items())
+
+    wait_until(newer, timeout_s=SETTLED_WITHIN_S, what="a newer metrics page")
+    return metrics(server)
+
+
 def audit(server: TritonServer, *, slots: int = 8, draining: bool = False) -> dict[str, float]:
     """Wait until nothing runs; fail unless every slot, page and place is free. The metrics then."""
-
-    def leftovers() -> dict[str, float]:
-        now = metrics(server)
+    deadline_s = time.monotonic() + SETTLED_WITHIN_S
+    while True:
+        now = fresh_metrics(server)
         held = {
             name: now[f"music3_{name}"]
             for name in ("live_songs", "waiting_songs", "talker_live_songs", "talker_waiting_songs")
         }
         held["slots taken"] = slots - now["music3_talker_free_slots"]
+        held["pages taken"] = now["music3_talker_pages"] - now["music3_talker_free_pages"]
         held["not accepting"] = (1 - now["music3_accepting"]) if not draining else 0
-        return {name: value for name, value in held.items() if value}
-
-    try:
-        wait_until(lambda: not leftovers(), timeout_s=SETTLED_WITHIN_S, what="songs to be over", poll_s=0.25)
-    except TimeoutError as error:
-        raise AssertionError(f"left behind: {leftovers()}") from error
-    return metrics(server)
+        left = {name: value for name, value in held.items() if value}
+        if not left:
+            return now
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"left behind: {left}")

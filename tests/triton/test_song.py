@@ -2,6 +2,8 @@
 
 import base64
 import json
+import re
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 from client import Chunk, InvalidRequest, Music3Client
 from python_backend_models.tiny_checkpoint import write_tiny_checkpoint
 from tests.triton.conftest import MakeServer
-from tests.triton.server import TritonServer
-from tests.triton.songs import CAPTION, LYRICS, OfflineSongs, audit, grown, metrics, sing, together
+from tests.triton.server import ROOT, TritonServer
+from tests.triton.songs import CAPTION, LYRICS, OfflineSongs, audit, grown, sing, together
 
 LONGEST = 301
 
@@ -137,7 +139,7 @@ def test_twenty_songs_in_a_row_are_the_same_bytes(client: Music3Client) -> None:
 def test_a_bad_request_costs_nothing_and_the_next_song_is_fine(
     server: TritonServer, client: Music3Client, songs: OfflineSongs
 ) -> None:
-    before = metrics(server)
+    before = audit(server)
     with pytest.raises(InvalidRequest, match="lyrics: blank"):
         sing(client, lyrics=" \n ")
     np.testing.assert_array_equal(sing(client, max_frames=6).audio, songs.audio(frames=6, of=LONGEST))
@@ -168,3 +170,33 @@ def test_songs_that_stop_by_themselves(make_server: MakeServer, tmp_path: Path) 
             expected = songs.audio(seed=seed, frames=120)
             np.testing.assert_allclose(song.audio, expected, rtol=0, atol=1e-4)
     audit(running)
+
+
+@pytest.mark.parametrize("reopen_after_s", ["0", "7"])
+def test_a_song_goes_on_where_the_server_has_closed_its_idle_sequence(
+    make_server: MakeServer, songs: OfflineSongs, tmp_path: Path, reopen_after_s: str
+) -> None:
+    """Triton closes a sequence after 20 ms without a request here, which is in every window of a song."""
+    repository = tmp_path / "repository"
+    shutil.copytree(ROOT / "model_repository", repository)
+    config = repository / "talker" / "config.pbtxt"
+    text = config.read_text()
+    short = re.sub(r"(max_sequence_idle_microseconds): \d+", r"\1: 20000", text)
+    assert short != text
+    config.write_text(short)
+    running = make_server(
+        repository=repository,
+        arguments=["--log-verbose=1"],
+        environment={"MUSIC3_REOPEN_AFTER_S": reopen_after_s},
+    )
+    with Music3Client(running.grpc_url) as client:
+        np.testing.assert_array_equal(
+            sing(client, max_frames=LONGEST).audio, songs.audio(frames=LONGEST, of=LONGEST)
+        )
+        waiting = [client.stream(CAPTION, LYRICS, seed=seed, max_frames=2000) for seed in range(4)]
+        for song in waiting:
+            next(song)
+        for song in waiting:
+            song.cancel()
+        audit(running)
+    assert "force-ending CORRID" in running.log_text()

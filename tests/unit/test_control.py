@@ -15,7 +15,7 @@ import pytest
 
 from python_backend_models import control
 from python_backend_models.control import DRAINED, NO_SERVER, NOT_YET, DrainNotes
-from python_backend_models.stub_processes import StubWatch, find_stubs, parent_of
+from python_backend_models.stub_processes import StubWatch, find_stubs, model_of, parent_of
 
 # A "server" that runs each model file it is given in a process whose command line is that of a stub.
 SERVER = """
@@ -115,6 +115,24 @@ def test_stubs_are_found_by_model_and_missed_when_they_die(server: StandIn) -> N
     assert (watch.died_s("music3"), watch.models) == (None, {"music3": 1})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        # As Triton 2.51 starts them: region and sizes, its own id, where it is, and whose stub it is.
+        (["region", "1048576", "1048576", "17", "/backends/python", "336", "dit_0_0", "DEFAULT", ""], "dit"),
+        (["region", "1048576", "1048576", "17", "/backends/python", "336", "dit_0_11", "DEFAULT", ""], "dit"),
+        # To complete the config while the server loads; it ends then, and nobody must miss it.
+        (["region", "1048576", "1048576", "17", "/backends/python", "336", "dit", "DEFAULT", ""], None),
+        # An older server, which names no instance.
+        (["region", "1048576"], "dit"),
+    ],
+)
+def test_only_instances_count_as_stubs(arguments: list[str], model: str | None) -> None:
+    program = ["/backends/python/triton_python_backend_stub", "/repository/dit/1/model.py"]
+    assert model_of([*program, *arguments]) == model
+    assert model_of(["/usr/bin/python3", *program[1:], *arguments]) is None
+
+
 def test_a_stub_that_came_later_is_watched_too() -> None:
     found = {11: "talker"}
     watch = StubWatch(1, find=lambda pid: found)
@@ -181,6 +199,7 @@ def test_drain_of_no_server_or_one_that_goes(server: StandIn, tmp_path: Path) ->
     assert control.drain(2**30, folder=tmp_path, timeout_s=5, stop=False) == NO_SERVER
     threading.Timer(0.3, server.process.kill).start()
     assert control.drain(server.pid, folder=tmp_path, timeout_s=5, stop=False) == NO_SERVER
+    assert list(tmp_path.glob("music3-*")) == []
 
 
 def test_the_one_server_is_found_by_itself(server: StandIn, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class FakeSeries:
 
 
 def board() -> Board:
-    made = Board()
+    made = Board(heartbeat="rounds_total")
     made.counter("apples_total", "apples", label="kind", values=("red", "green"))
     made.gauge("baskets", "baskets")
     made.histogram("weight", "weight", bounds=(0.5, 2.0))
@@ -89,16 +89,39 @@ def test_only_what_changed_is_published_and_everything_stands_there_from_the_sta
     made.add("apples_total", 3, kind="red")
     made.set("baskets", 2)
     publisher.publish()
-    assert page.updates == 2
+    assert page.updates == 2 + 1  # two changes and the heartbeat
     publisher.publish()
-    assert page.updates == 2
+    assert page.updates == 2 + 2
+    assert page.values[("rounds_total", (named,))] == 2
     made.add("apples_total", kind="red")
     made.set("baskets", 0)
     publisher.publish()
     assert page.values[("apples_total", (named, ("kind", "red")))] == 4
     assert page.values[("apples_total", (named, ("kind", "green")))] == 0
     assert page.values[("baskets", (named,))] == 0
-    assert page.updates == 4
+    assert page.updates == 2 + 2 + 2 + 1
+    publisher.close()
+
+
+def test_the_heartbeat_comes_when_the_other_numbers_are_there() -> None:
+    page, made = FakePage(), board()
+    heard: list[float] = []
+
+    class Watched(FakeSeries):
+        def increment(self, value: float) -> None:
+            heard.append(page.values[("baskets", (("instance_name", "tree"),))])
+            super().increment(value)
+
+    def sink(family: Family, labels: Mapping[str, str]) -> FakeSeries:
+        series = page(family, labels)
+        return Watched(page, series.key, series.kind) if family.name == "rounds_total" else series
+
+    publisher = Publisher(made, sink, instance_name="tree", every_s=3600)
+    asked = iter((1.0, 7.0, 8.0))
+    made.ask("baskets", lambda: next(asked))
+    publisher.publish()
+    publisher.publish()
+    assert heard == [7.0, 8.0]  # asked for anew in each round
     publisher.close()
 
 
@@ -120,7 +143,7 @@ def test_the_thread_publishes_and_a_page_that_fails_ends_it_quietly() -> None:
 
 def test_without_a_page_counting_costs_nothing_more() -> None:
     made = board()
-    publisher = Publisher(made, None, instance_name="tree")
+    publisher = Publisher(made, None, instance_name="tree", every_s=1)
     made.add("apples_total", kind="red")
     publisher.close()
 

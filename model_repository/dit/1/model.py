@@ -11,6 +11,7 @@ from python_backend_models import metrics, triton_io
 from python_backend_models.engine import faults
 from python_backend_models.engine.acoustic import Carry, FlowResult, FlowWindow
 from python_backend_models.engine.loading import load_flow
+from python_backend_models.host_memory import bound_host_memory
 from python_backend_models.settings import DitSettings, read
 
 
@@ -19,12 +20,13 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         triton_io.start_logging()
+        bound_host_memory()
         settings = read(DitSettings, "dit", triton_io.parameters(args))
         torch.set_num_threads(settings.threads)
         self._engine = load_flow(settings, triton_io.compute_device(args, settings.device))
         faults.arm(self._engine, settings.fault)
         self._board = metrics.acoustic_board("dit")
-        self._publisher = triton_io.publish_metrics(self._board, args)
+        self._publisher = triton_io.publish_metrics(self._board, args, every_s=settings.metrics_interval_s)
 
     def execute(self, requests: list) -> list:
         return triton_io.answer_batch(

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 from python_backend_models import metrics, sampling, triton_io
 from python_backend_models.control import DrainNotes
+from python_backend_models.host_memory import bound_host_memory
 from python_backend_models.orchestrator import SongJob, SongReport, UnavailableError
 from python_backend_models.prompt import PromptBuilder, frame_budget
 from python_backend_models.request import FIELDS, InvalidRequestError, parse_request, take_probe
@@ -30,12 +31,13 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         triton_io.start_logging()
+        bound_host_memory()
         self._settings = settings = read(Music3Settings, "music3", triton_io.parameters(args))
         tokenizer = settings.checkpoint_path / "tokenizer" / "tokenizer.json"
         self._prompts = PromptBuilder(tokenizer, profile=settings.profile)
         self._board = metrics.music3_board()
         self._board.set("music3_places", settings.live_songs)
-        self._publisher = triton_io.publish_metrics(self._board, args)
+        self._publisher = triton_io.publish_metrics(self._board, args, every_s=settings.metrics_interval_s)
         self._stubs = StubWatch(os.getppid())
         self._notes = DrainNotes(Path(settings.control_folder), os.getppid())
         self._notes.withdraw()
@@ -49,6 +51,8 @@ class TritonPythonModel:
             on_end=self._song_ended,
             on_lost=lambda stage: self._board.add("music3_lost_calls_total", stage=stage),
         )
+        self._board.ask("music3_live_songs", lambda: self._line.census.live)
+        self._board.ask("music3_waiting_songs", lambda: self._line.census.waiting)
         _LOG.info(
             "music3: %d songs at once, %d may wait, profile %s",
             settings.live_songs,
@@ -99,7 +103,7 @@ class TritonPythonModel:
         listener = triton_io.SongListener(
             request, sender, audio_encoding=song.audio_encoding, profile=self._settings.profile
         )
-        stages = BlsStages(name=job.name, trace=listener.trace)
+        stages = BlsStages(name=job.name, trace=listener.trace, reopen_after_s=self._settings.reopen_after_s)
         (self._line.probe if probe else self._line.submit)(job, stages, listener)
 
     def _tick(self, census: LineCensus) -> None:
@@ -113,8 +117,6 @@ class TritonPythonModel:
             else:
                 self._line.reopen()
         self._notes.answer(census.live if draining and not census.open else None)
-        self._board.set("music3_live_songs", census.live)
-        self._board.set("music3_waiting_songs", census.waiting)
         self._board.set("music3_accepting", not draining)
 
     def _song_ended(self, report: SongReport) -> None:

@@ -13,6 +13,7 @@ from python_backend_models.engine import faults
 from python_backend_models.engine.loading import load_talker
 from python_backend_models.engine.talker import SongError, SongPlan, WindowResult
 from python_backend_models.engine.talker_loop import Reply, StepReport, TalkerLoop
+from python_backend_models.host_memory import bound_host_memory
 from python_backend_models.prompt import unconditional_twin
 from python_backend_models.settings import SettingsError, TalkerSettings, read
 
@@ -24,6 +25,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         triton_io.start_logging()
+        bound_host_memory()
         settings = read(TalkerSettings, "talker", triton_io.parameters(args))
         places = triton_io.sequence_places(args)
         if settings.live_songs > places:
@@ -34,8 +36,11 @@ class TritonPythonModel:
         engine = load_talker(settings, triton_io.compute_device(args, settings.device))
         faults.arm(engine, settings.fault)
         self._board = metrics.talker_board()
-        self._count(StepReport(engine.census, frames=0, prefilled=False, seconds=0.0))
-        self._publisher = triton_io.publish_metrics(self._board, args)
+        empty = engine.census
+        self._board.set("music3_talker_slots", empty.slots_free)
+        self._board.set("music3_talker_pages", empty.pages_free)
+        self._count(StepReport(empty, frames=0, prefilled=False, seconds=0.0))
+        self._publisher = triton_io.publish_metrics(self._board, args, every_s=settings.metrics_interval_s)
         self._loop = TalkerLoop(engine, idle_limit_s=settings.idle_limit_s, on_step=self._count)
 
     def execute(self, requests: list) -> None:
@@ -65,17 +70,16 @@ class TritonPythonModel:
         if triton_io.to_int(request, "END"):
             self._loop.end(key)
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        elif triton_io.to_int(request, "START"):
+        elif triton_io.to_int(request, "START") and triton_io.to_numpy(request, "prompt_ids") is not None:
             self._loop.start(key, read_plan(request), replier(sender))
         else:
+            # With START, too, where the server had closed the sequence of a song that goes on.
             self._loop.next_window(key, replier(sender))
 
 
 def read_plan(request: pb_utils.InferenceRequest) -> SongPlan:
     """A song's plan from its START request."""
     prompt = triton_io.to_numpy(request, "prompt_ids")
-    if prompt is None:
-        raise ValueError("prompt_ids: needed to start a song")
     ids = prompt.reshape(-1).tolist()
     return SongPlan(
         prompt=ids,

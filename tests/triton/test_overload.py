@@ -1,0 +1,184 @@
+"""More clients than places, and the two ways to end a server: a drain, and SIGTERM with songs running."""
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from client import Music3Client, Music3Error, ServerUnavailable, Song
+from tests.triton.conftest import MakeServer
+from tests.triton.server import ROOT, TritonServer, is_alive, wait_until
+from tests.triton.songs import CAPTION, LYRICS, audit, grown, metrics, sing, together
+
+LONG = 9000  # frames: never done while a test waits
+NUMBERS = re.compile(r"\((\d+) songs run and (\d+) wait\)$")
+
+
+def numbers_in(error: object) -> tuple[int, int]:
+    """Songs that run and songs that wait, as an UNAVAILABLE error tells."""
+    assert type(error) is ServerUnavailable, error
+    found = NUMBERS.search(error.message)
+    assert found, error.message
+    return int(found[1]), int(found[2])
+
+
+def until_census(server: TritonServer, *, live: int, waiting: int) -> None:
+    """Wait until the page says that so many songs run and wait."""
+
+    def right() -> bool:
+        now = metrics(server)
+        return (now["music3_live_songs"], now["music3_waiting_songs"]) == (live, waiting)
+
+    wait_until(right, timeout_s=60, what=f"{live} live and {waiting} waiting songs")
+
+
+def end_of(song: Iterator[object]) -> Music3Error | None:
+    """How a song's stream ends."""
+    try:
+        for _ in song:
+            pass
+    except Music3Error as error:
+        return error
+    return None
+
+
+def in_threads(tasks: list[Callable[[], None]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=task) for task in tasks]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_a_hundred_clients_at_once_on_default_settings(server: TritonServer, client: Music3Client) -> None:
+    before = audit(server)
+    alone = [sing(client, seed=seed, max_frames=2) for seed in range(3)]
+
+    def one(seed: int) -> Song:
+        with Music3Client(server.grpc_url) as own:
+            return sing(own, seed=seed, max_frames=2, deadline_s=240)
+
+    made = together([lambda seed=seed: one(seed % 3) for seed in range(100)])
+    # 8 places and 256 in line: none may be turned away.
+    assert [error for error in made if isinstance(error, Music3Error)] == []
+    for seed, song in enumerate(made):
+        np.testing.assert_allclose(song.audio, alone[seed % 3].audio, rtol=0, atol=1e-4)
+    change = grown(before, audit(server))
+    assert {key: value for key, value in change.items() if key.startswith("music3_songs_total")} == {
+        "music3_songs_total done": 103
+    }
+
+
+# --------------------------------------------------------- a server with one place and a line of three
+
+
+@pytest.fixture(scope="module")
+def small(tiny_checkpoint: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    with TritonServer(
+        checkpoint=tiny_checkpoint,
+        log_path=tmp_path_factory.mktemp("small") / "server.log",
+        environment={"MUSIC3_LIVE_SONGS": "1", "MUSIC3_WAITING_SONGS": "3"},
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def own(small: TritonServer) -> Iterator[Music3Client]:
+    with Music3Client(small.grpc_url) as connected:
+        yield connected
+    audit(small, slots=1)
+
+
+def test_four_times_more_clients_than_there_is_room_for(small: TritonServer, own: Music3Client) -> None:
+    before = audit(small, slots=1)
+    made = together([lambda seed=seed: sing(own, seed=seed, max_frames=60) for seed in range(16)])
+    songs = [each for each in made if isinstance(each, Song)]
+    refused = [each for each in made if isinstance(each, Music3Error)]
+    assert len(songs) >= 4
+    assert {song.frames for song in songs} == {60}
+    assert refused
+    for error in refused:
+        live, waiting = numbers_in(error)
+        assert error.message.startswith("the queue is full; try again later")
+        assert live <= 1
+        assert live + waiting == 4
+    change = grown(before, audit(small, slots=1))
+    assert change["music3_songs_total done"] == len(songs)
+    assert change["music3_songs_total unavailable"] == len(refused)
+
+
+def test_first_come_first_served(small: TritonServer, own: Music3Client) -> None:
+    names = [f"number-{number}" for number in range(3)]
+    with own.stream(CAPTION, LYRICS, max_frames=LONG):
+        until_census(small, live=1, waiting=0)
+        threads = []
+        for number, name in enumerate(names):
+            threads += in_threads([lambda name=name: sing(own, max_frames=1, request_id=name)])
+            until_census(small, live=1, waiting=number + 1)
+        for _ in range(3):
+            with pytest.raises(ServerUnavailable) as refusal:
+                sing(own, max_frames=1)
+            assert numbers_in(refusal.value) == (1, 3)
+    for thread in threads:
+        thread.join(60)
+    audit(small, slots=1)
+    # One place is one thread: its songs end in the order in which they had it.
+    assert re.findall(r"song (number-\d): done", small.log_text()) == names
+
+
+def test_a_drain_lets_the_song_end_refuses_others_and_can_be_undone(
+    small: TritonServer, own: Music3Client
+) -> None:
+    command = [sys.executable, "-m", "python_backend_models.control", "drain", "--pid", str(small.pid)]
+    with own.stream(CAPTION, LYRICS, max_frames=450) as song:
+        chunks = [next(song)]
+        waiting = own.stream(CAPTION, LYRICS, max_frames=1)
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as drain:
+            wait_until(lambda: not metrics(small)["music3_accepting"], timeout_s=60, what="the drain")
+            for refused in (waiting, own.stream(CAPTION, LYRICS, max_frames=1)):
+                error = end_of(refused)
+                assert numbers_in(error)[0] <= 1
+                assert error is not None
+                assert error.message.startswith("the server is draining")
+            chunks += list(song)
+            said = drain.communicate(timeout=60)[1]
+        assert drain.returncode == 0, said
+        assert "is drained" in said
+    assert (chunks[-1].frames_done, chunks[-1].finish_reason) == (450, "length")
+    audit(small, slots=1, draining=True)
+    assert small.running
+    subprocess.run([*command, "--undo"], cwd=ROOT, check=True, timeout=60)
+    wait_until(lambda: bool(metrics(small)["music3_accepting"]), timeout_s=60, what="songs taken again")
+    assert sing(own, max_frames=1).frames == 1
+
+
+# ------------------------------------------------------------------------------------- SIGTERM
+
+
+def test_sigterm_ends_running_and_waiting_songs_and_the_process(make_server: MakeServer) -> None:
+    exit_timeout_s = 60
+    running = make_server(
+        environment={"MUSIC3_LIVE_SONGS": "2"}, arguments=["--exit-timeout-secs", str(exit_timeout_s)]
+    )
+    pids = running.pids()
+    with Music3Client(running.grpc_url) as client:
+        songs = [client.stream(CAPTION, LYRICS, seed=seed, max_frames=LONG) for seed in range(2)]
+        for song in songs:
+            next(song)
+        songs += [client.stream(CAPTION, LYRICS, seed=seed, max_frames=LONG) for seed in range(3)]
+        until_census(running, live=2, waiting=3)
+        ends: dict[int, Music3Error | None] = {}
+        threads = in_threads(
+            [lambda n=n, song=song: ends.update({n: end_of(song)}) for n, song in enumerate(songs)]
+        )
+        # Code 0 is an end by itself: out of time, Triton 2.51 exits with 1.
+        assert running.terminate(timeout_s=exit_timeout_s - 10) == 0
+        for thread in threads:
+            thread.join(20)
+    assert set(ends) == set(range(5))
+    for error in ends.values():
+        assert type(error) is ServerUnavailable, error
+    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=20, what="the stubs to be gone")
