@@ -2,6 +2,7 @@
 
 import binascii
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
