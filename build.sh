@@ -100,6 +100,8 @@ cmd_serve() {
     --http-address "$host" --http-port "$http"
     --grpc-address "$host" --grpc-port "$grpc"
     --metrics-address "$host" --metrics-port "$metrics"
+    # The configs are complete: without this, each model is imported once more, only to be asked.
+    --disable-auto-complete-config
   )
   have_nvidia_gpu || arguments+=(--allow-gpu-metrics false)
   export MUSIC3_CHECKPOINT="$checkpoint"

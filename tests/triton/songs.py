@@ -8,7 +8,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -107,24 +107,27 @@ def heartbeats(server: TritonServer) -> dict[str, float]:
     }
 
 
-def fresh_metrics(server: TritonServer) -> dict[str, float]:
-    """`metrics` that tell of all that was counted before this call."""
+def fresh_metrics(server: TritonServer, *, dead: Collection[str] = ()) -> dict[str, float]:
+    """`metrics` that tell of all that was counted before this call; `dead` stages count nothing any more."""
     before = heartbeats(server)
     assert len(before) >= 4
+    alive = [name for name in before if not any(f"music3_{stage}_" in name for stage in dead)]
 
     def newer() -> bool:
-        # One round may have been under way.
-        return all(beats >= before[name] + 2 for name, beats in heartbeats(server).items())
+        now = heartbeats(server)
+        return all(now[name] >= before[name] + 2 for name in alive)  # one round may have been under way
 
     wait_until(newer, timeout_s=SETTLED_WITHIN_S, what="a newer metrics page")
     return metrics(server)
 
 
-def audit(server: TritonServer, *, slots: int = 8, draining: bool = False) -> dict[str, float]:
+def audit(
+    server: TritonServer, *, slots: int = 8, draining: bool = False, dead: Collection[str] = ()
+) -> dict[str, float]:
     """Wait until nothing runs; fail unless every slot, page and place is free. The metrics then."""
     deadline_s = time.monotonic() + SETTLED_WITHIN_S
     while True:
-        now = fresh_metrics(server)
+        now = fresh_metrics(server, dead=dead)
         held = {
             name: now[f"music3_{name}"]
             for name in ("live_songs", "waiting_songs", "talker_live_songs", "talker_waiting_songs")

@@ -142,7 +142,9 @@ def is_red(server: TritonServer) -> bool:
     return False
 
 
-def test_songs_of_a_killed_stage_get_an_error_and_the_probe_turns_red(make_server: MakeServer) -> None:
+def test_songs_of_a_killed_stage_get_an_error_and_a_new_start_recovers(
+    make_server: MakeServer, songs: OfflineSongs
+) -> None:
     """One server loses its stages from the last to the first: each is missed by those before it."""
     server = make_server(options=["--stay"])
     with Music3Client(server.grpc_url) as client:
@@ -152,9 +154,23 @@ def test_songs_of_a_killed_stage_get_an_error_and_the_probe_turns_red(make_serve
             with pytest.raises(ServerUnavailable, match=r"^vocoder: .* songs run and \d+ wait"):
                 list(song)
         assert is_red(server)
-        audit(server)
+        audit(server, dead=["vocoder"])
         for model in ("dit", "talker"):
+            running = [
+                client.stream(CAPTION, LYRICS, seed=seed, max_frames=2000, deadline_s=2 * ANSWER_WITHIN_S)
+                for seed in range(3)
+            ]
+            # All three are with the talker, or, the first ones, already with dit.
+            frames = metrics(server)["music3_talker_frames_total"]
+            wait_until(
+                lambda frames=frames: metrics(server)["music3_talker_frames_total"] > frames,
+                timeout_s=ANSWER_WITHIN_S,
+                what="frames",
+            )
             kill_stub(server, model)
+            for song in running:
+                with pytest.raises(ServerUnavailable, match=rf"^{model}: .* songs run and \d+ wait"):
+                    list(song)
             results = together([song_of(client, seed) for seed in range(3)])
             for error in results:
                 assert type(error) is ServerUnavailable, error
@@ -167,6 +183,10 @@ def test_songs_of_a_killed_stage_get_an_error_and_the_probe_turns_red(make_serve
             )
         assert server.running  # as it was asked to stay
     server.kill()  # told to stop, it would wait half a minute for the dead
+    server.start()
+    with Music3Client(server.grpc_url) as client:
+        np.testing.assert_array_equal(song_of(client, 0)().audio, songs.audio(seed=0, frames=FRAMES))
+    audit(server)
 
 
 def test_a_server_without_its_front_door_ends_and_comes_back_whole(
