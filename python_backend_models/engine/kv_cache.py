@@ -381,6 +381,11 @@ class SharedPrefix:
         self.filled = min(self.filled, used)
 
     @property
+    def idle_pages(self) -> int:
+        """Pages that no song uses, kept filled until somebody needs the room."""
+        return self.users.count(0)
+
+    @property
     def shared_now(self) -> int:
         """Pages that songs would hold in copies if they were not shared."""
         return sum(max(0, users - 1) for users in self.users)

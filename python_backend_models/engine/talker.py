@@ -214,7 +214,7 @@ class TalkerEngine:
             waiting=phases.count(Phase.WAITING),
             live=len(phases) - phases.count(Phase.WAITING),
             slots_free=len(self._free_slots),
-            pages_free=self.runner.pool.free_pages,
+            pages_free=self.runner.pool.free_pages + self.runner.prefix.idle_pages,
             pages_shared=self.runner.prefix.shared_now,
         )
 
