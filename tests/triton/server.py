@@ -48,6 +48,7 @@ class TritonServer:
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._http_port = self._grpc_port = self._metrics_port = 0
+        self.threads_at_rest: dict[str, float] = {}  # by model, kept here for who audits this server
 
     # ------------------------------------------------------------ addresses
 
@@ -88,6 +89,7 @@ class TritonServer:
             command += ["--repository", str(self._repository)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSIC3_")}
         # Tests compare what the page says before and after: it should not take them long to know.
+        self.threads_at_rest = {}
         environment |= {"MUSIC3_METRICS_INTERVAL_S": "0.1"} | self._environment
         # Appended to, as the server and its stubs all write to it and a stub may outlive the server.
         with self.log_path.open("ab") as log:

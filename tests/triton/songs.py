@@ -22,6 +22,7 @@ from python_backend_models.prompt import frame_budget
 from tests.triton.server import TritonServer, wait_until
 
 CAPTION = "warm folk, one guitar, a slow waltz"
+STAGES = ("music3", "talker", "dit", "vocoder")
 LYRICS = "[Verse]\nThe river learns the colour of the sky\n[Chorus]\nStay a while"
 _SAMPLE = re.compile(r"^(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -121,10 +122,22 @@ def fresh_metrics(server: TritonServer, *, dead: Collection[str] = ()) -> dict[s
     return metrics(server)
 
 
+def more_threads(server: TritonServer, *, sung: bool) -> dict[str, float]:
+    """Threads of each model's process beyond those that it had at rest after the server's first song."""
+    threads = server.threads()
+    now = {stage: float(sum(threads[pid] for pid in server.stub_pids(stage))) for stage in STAGES}
+    if sung and not server.threads_at_rest:
+        server.threads_at_rest = now
+    return {
+        f"threads of {stage}": max(0.0, count - server.threads_at_rest.get(stage, count))
+        for stage, count in now.items()
+    }
+
+
 def audit(
     server: TritonServer, *, slots: int = 8, draining: bool = False, dead: Collection[str] = ()
 ) -> dict[str, float]:
-    """Wait until nothing runs; fail unless every slot, page and place is free. The metrics then."""
+    """Wait until nothing runs; fail unless every slot, page, place and thread is free. The metrics then."""
     deadline_s = time.monotonic() + SETTLED_WITHIN_S
     while True:
         now = fresh_metrics(server, dead=dead)
@@ -134,6 +147,7 @@ def audit(
         }
         held["slots taken"] = slots - now["music3_talker_free_slots"]
         held["pages taken"] = now["music3_talker_pages"] - now["music3_talker_free_pages"]
+        held |= more_threads(server, sung=now["music3_songs_total done"] > 0) if not dead else {}
         held["not accepting"] = (1 - now["music3_accepting"]) if not draining else 0
         left = {name: value for name, value in held.items() if value}
         if not left:
