@@ -200,8 +200,10 @@ def test_a_server_without_its_front_door_ends_and_comes_back_whole(
             with pytest.raises(Music3Error):
                 list(song)
         assert is_red(server)
-    wait_until(lambda: not server.running, timeout_s=ANSWER_WITHIN_S, what="the guard to end the server")
-    assert "the process of music3 died" in server.log_text()
+    wait_until(lambda: not server.running, timeout_s=ANSWER_WITHIN_S, what="the server to end")
+    # By the guard; now and then Triton 2.51 aborts by itself, when the stub dies amid a message to it.
+    log = server.log_text()
+    assert "the process of music3 died" in log or "Signal (6) received" in log
     server.start()
     with Music3Client(server.grpc_url) as client:
         np.testing.assert_array_equal(song_of(client, 0)().audio, songs.audio(seed=0, frames=FRAMES))
