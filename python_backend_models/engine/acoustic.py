@@ -34,7 +34,7 @@ from python_backend_models.networks.vocoder import Snake, Vocoder
 
 _LOG: Final = logging.getLogger(__name__)
 # A batch is cut into these sizes, largest first: never padded, since the work is per row. One window fills
-# a CPU's cores; eight together took 15 % longer there than one by one, for they leave the caches.
+# a CPU's cores; eight together took 28 % longer there than one by one, for they leave the caches.
 BATCH_SIZES: Final = {"cuda": (8, 4, 2, 1), "cpu": (1,)}
 _SEED_PERSON: Final = b"minimax-ttm"
 
