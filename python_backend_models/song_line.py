@@ -225,11 +225,12 @@ class SongLine:
         # Counted before the client hears of it: whoever asks after that finds the song in the numbers.
         try:
             self._on_end(report)
-        finally:
-            try:
-                run.listener.close(error)
-            except Exception:
-                _LOG.exception("song %s could not be closed", run.job.name)
+        except Exception:
+            _LOG.exception("song %s could not be counted", run.job.name)
+        try:
+            run.listener.close(error)
+        except Exception:
+            _LOG.exception("song %s could not be closed", run.job.name)
 
     # ------------------------------------------------------------------ watch
 
