@@ -9,6 +9,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
+from python_backend_models.delayed_release import DelayedRelease
 from python_backend_models.orchestrator import SongJob, TalkerWindow, UnavailableError
 from python_backend_models.triton_io import FOR_CLIENTS, StageError, from_ints
 
@@ -27,11 +28,12 @@ class BlsStages:
     Args:
         name: the song's, for the log and as the calls' request id.
         trace: of the client's request, for Triton's tracing.
+        releases: keeps the answers' tensors a little longer.
         reopen_after_s: when the talker's sequence was not used for so long, Triton may have closed it.
     """
 
-    def __init__(self, *, name: str, trace: Any, reopen_after_s: float) -> None:
-        self._name, self._trace = name, trace
+    def __init__(self, *, name: str, trace: Any, releases: DelayedRelease, reopen_after_s: float) -> None:
+        self._name, self._trace, self._releases = name, trace, releases
         self._reopen_after_s = reopen_after_s
         self._talked_s = time.monotonic()
 
@@ -110,15 +112,18 @@ class BlsStages:
             flags=flags,
             trace=self._trace,
         )
-        found: dict[str, Any] = {}
+        tensors: list[Any] = []
         try:
             # Read to the end, then let go of the iterator: it keeps every response in shared memory.
             for response in request.exec(decoupled=True):
                 if response.has_error():
                     raise _stage_error(model, response.error())
-                found.update({tensor.name(): tensor for tensor in response.output_tensors()})
+                tensors += response.output_tensors()
         except pb_utils.TritonModelException as error:
             raise _stage_error(model, error) from error
+        finally:
+            self._releases.keep(tensors)
+        found = {tensor.name(): tensor for tensor in tensors}
         if missing := [name for name in outputs if name not in found]:
             raise StageError(f"{model}: answered without {', '.join(missing)}")
         return found

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 from python_backend_models import metrics, sampling, triton_io
 from python_backend_models.control import DrainNotes
+from python_backend_models.delayed_release import DelayedRelease
 from python_backend_models.host_memory import bound_host_memory
 from python_backend_models.orchestrator import SongJob, SongReport, UnavailableError
 from python_backend_models.prompt import PromptBuilder, frame_budget
@@ -41,6 +42,7 @@ class TritonPythonModel:
         self._stubs = StubWatch(os.getppid())
         self._notes = DrainNotes(Path(settings.control_folder), os.getppid())
         self._notes.withdraw()
+        self._releases = DelayedRelease()
         self._line = SongLine(
             live_songs=settings.live_songs,
             waiting_songs=settings.waiting_songs,
@@ -103,12 +105,18 @@ class TritonPythonModel:
         listener = triton_io.SongListener(
             request, sender, audio_encoding=song.audio_encoding, profile=self._settings.profile
         )
-        stages = BlsStages(name=job.name, trace=listener.trace, reopen_after_s=self._settings.reopen_after_s)
+        stages = BlsStages(
+            name=job.name,
+            trace=listener.trace,
+            releases=self._releases,
+            reopen_after_s=self._settings.reopen_after_s,
+        )
         (self._line.probe if probe else self._line.submit)(job, stages, listener)
 
     def _tick(self, census: LineCensus) -> None:
         """Housekeeping, a few times a second."""
         self._stubs.look()
+        self._releases.purge()
         draining = self._notes.wished
         if draining == census.open:
             _LOG.info("music3: %s", "draining" if draining else "taking songs again")
