@@ -1,7 +1,7 @@
 """Keeps what came with an answer alive for a moment after it was read.
 
 The Python backend before 24.12 forgets the responses of a decoupled call in a thread of its own, without the
-interpreter's lock. If that takes the last reference to a tensor, its numpy array is freed without the lock, and
+interpreter's lock. If that takes the last reference to a tensor, its numpy array is freed without it, and
 the interpreter's memory is corrupted: on 24.10 a crash of the process in every few thousand calls, more often
 where logging or questions about cancelled clients hold that thread up. So the last reference must be ours.
 Newer ones take the lock (python_backend, pull request 390) and lose nothing by this.
