@@ -8,6 +8,7 @@ after the server's process id; nobody can drain a server over the network. Stand
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from python_backend_models.stub_processes import StubWatch, find_stubs, parent_of
+from python_backend_models.stub_processes import StubWatch, find_orphans, find_stubs, parent_of
 
 DEFAULT_FOLDER = "/dev/shm"
 FRONT_DOOR = "music3"
@@ -26,6 +27,7 @@ _GUARD_POLL_S = 1.0
 _GUARD_LOOKS = 3
 # Between the death of a stub and the end of its server: time for `music3` to answer the songs concerned.
 _LAST_ANSWERS_S = 8.0
+_ORPHANS_S = 2.0
 _EXIT_WITHIN_S = 5.0  # with a dead stub the server would wait in vain for much longer
 
 DRAINED, NOT_YET, NO_SERVER = 0, 1, 2
@@ -118,8 +120,27 @@ def guard(server_pid: int, *, http_url: str, last_answers_s: float = _LAST_ANSWE
     """Watch a server until it ends, and end it if one of its stubs died; whether that was so.
 
     The server doesn't replace a dead stub and says that its model is ready, so only a new start helps;
-    whoever supervises the server does that. A stub of a model that was unloaded is no dead one.
+    whoever supervises the server does that. A stub of a model that was unloaded is no dead one. However the
+    server ends, stubs that it leaves behind are ended too: the next server needs their memory.
     """
+    try:
+        return _end_when_a_stub_dies(server_pid, http_url=http_url, last_answers_s=last_answers_s)
+    finally:
+        _sweep(server_pid)
+
+
+def _sweep(server_pid: int) -> None:
+    """End what a server that is gone has left behind; stubs of an ordinary exit go by themselves."""
+    if parent_of(server_pid) is None and not _wait(
+        lambda: not find_orphans(server_pid), timeout_s=_ORPHANS_S
+    ):
+        for pid in find_orphans(server_pid):
+            _say(f"ending process {pid}, which server {server_pid} left behind")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _end_when_a_stub_dies(server_pid: int, *, http_url: str, last_answers_s: float) -> bool:
     watch = StubWatch(server_pid)
     most: dict[str, int] = {}
     suspicions: dict[str, int] = {}

@@ -29,6 +29,20 @@ def find_stubs(server_pid: int) -> dict[int, str]:
     return found
 
 
+def find_orphans(server_pid: int) -> list[int]:
+    """Stubs of a server that have lost it: after a crash they wait for ever, with the device's memory."""
+    found = []
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            arguments = _arguments(folder)
+            # The server's process id is the fourth of a stub's own arguments after its model's file.
+            if model_of(arguments) and arguments[5:6] == [str(server_pid)]:
+                parent = parent_of(int(folder.name))
+                if parent is not None and parent != server_pid:
+                    found.append(int(folder.name))
+    return sorted(found)
+
+
 def parent_of(pid: int) -> int | None:
     """The parent of a living process; None where there is no such process, or only what is left of it."""
     try:

@@ -14,7 +14,7 @@ import pytest
 from client import Music3Client, Music3Error, ServerError, ServerUnavailable, Song
 from client.probe import probe
 from tests.triton.conftest import MakeServer
-from tests.triton.server import TritonServer, wait_until
+from tests.triton.server import TritonServer, is_alive, wait_until
 from tests.triton.songs import CAPTION, LYRICS, OfflineSongs, audit, metrics, sing, together
 
 FRAMES = 12
@@ -196,6 +196,7 @@ def test_a_server_without_its_front_door_ends_and_comes_back_whole(
     with Music3Client(server.grpc_url) as client:
         with client.stream(CAPTION, LYRICS, max_frames=2000, deadline_s=2 * ANSWER_WITHIN_S) as song:
             assert next(song).frames_done == 200
+            stubs = server.stub_pids()
             kill_stub(server, "music3")
             with pytest.raises(Music3Error):
                 list(song)
@@ -204,6 +205,9 @@ def test_a_server_without_its_front_door_ends_and_comes_back_whole(
     # By the guard; now and then Triton 2.51 aborts by itself, when the stub dies amid a message to it.
     log = server.log_text()
     assert "the process of music3 died" in log or "Signal (6) received" in log
+    wait_until(
+        lambda: not any(map(is_alive, stubs)), timeout_s=ANSWER_WITHIN_S, what="the other stubs to be ended"
+    )
     server.start()
     with Music3Client(server.grpc_url) as client:
         np.testing.assert_array_equal(song_of(client, 0)().audio, songs.audio(seed=0, frames=FRAMES))

@@ -15,7 +15,7 @@ import pytest
 
 from python_backend_models import control
 from python_backend_models.control import DRAINED, NO_SERVER, NOT_YET, DrainNotes
-from python_backend_models.stub_processes import StubWatch, find_stubs, model_of, parent_of
+from python_backend_models.stub_processes import StubWatch, find_orphans, find_stubs, model_of, parent_of
 
 # A "server" that runs each model file it is given in a process whose command line is that of a stub.
 SERVER = """
@@ -108,7 +108,12 @@ def test_stubs_are_found_by_model_and_missed_when_they_die(server: StandIn) -> N
     before_s = time.monotonic()
     server.kill_stub("dit")
     until(lambda: "dit" not in find_stubs(server.pid).values())
-    watch.look()
+
+    def missed() -> bool:
+        watch.look()
+        return watch.died_s("dit") is not None
+
+    until(missed)  # a process that is ending loses its command line before its life
     died_s = watch.died_s("dit")
     assert died_s is not None
     assert before_s <= died_s <= time.monotonic()
@@ -254,6 +259,22 @@ def test_a_server_with_a_dead_stub_is_ended(server: StandIn, http_url: str) -> N
     threading.Timer(0.3, server.kill_stub, ["dit"]).start()
     assert control.guard(server.pid, http_url=http_url, last_answers_s=0.1)
     assert server.process.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_a_killed_server_leaves_behind_is_ended_and_nothing_else(
+    server: StandIn, http_url: str, tmp_path: Path
+) -> None:
+    other = StandIn(tmp_path / "other", "music3")
+    try:
+        assert find_orphans(server.pid) == []  # they have their server
+        threading.Timer(0.3, server.process.kill).start()
+        assert not control.guard(server.pid, http_url=http_url)
+        server.process.wait(10)
+        until(lambda: all(parent_of(pid) is None for pid in server.stubs))
+        assert len(find_stubs(other.pid)) == 1
+    finally:
+        other.end()
 
 
 @pytest.mark.usefixtures("quick")
