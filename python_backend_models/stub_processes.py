@@ -7,7 +7,7 @@ library only; where /proc shows nothing, nobody is ever reported dead.
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -20,27 +20,27 @@ Finder = Callable[[int], Mapping[int, str]]
 
 def find_stubs(server_pid: int) -> dict[int, str]:
     """Process ids of a server's living stubs, and the model that each runs."""
-    found = {}
-    for folder in _PROC.iterdir():
-        if folder.name.isdigit() and parent_of(int(folder.name)) == server_pid:
-            model = model_of(_arguments(folder))
-            if model is not None:
-                found[int(folder.name)] = model
-    return found
+    return {pid: model for pid, model, _ in _all_stubs() if parent_of(pid) == server_pid}
 
 
 def find_orphans(server_pid: int) -> list[int]:
     """Stubs of a server that have lost it: after a crash they wait for ever, with the device's memory."""
-    found = []
+    return sorted(
+        pid
+        for pid, _, arguments in _all_stubs()
+        # The server's process id is the fourth of a stub's own arguments after its model's file.
+        if arguments[5:6] == [str(server_pid)] and parent_of(pid) not in (None, server_pid)
+    )
+
+
+def _all_stubs() -> Iterator[tuple[int, str, list[str]]]:
+    """Every server's: process id, model, command line."""
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             arguments = _arguments(folder)
-            # The server's process id is the fourth of a stub's own arguments after its model's file.
-            if model_of(arguments) and arguments[5:6] == [str(server_pid)]:
-                parent = parent_of(int(folder.name))
-                if parent is not None and parent != server_pid:
-                    found.append(int(folder.name))
-    return sorted(found)
+            model = model_of(arguments)
+            if model is not None:
+                yield int(folder.name), model, arguments
 
 
 def parent_of(pid: int) -> int | None:

@@ -27,9 +27,8 @@ from typing import Any
 from client import DeadlinePassed, InvalidRequest, Music3Client, Music3Error
 from tests.soak.growth import LEAST_READINGS, Growth, judge
 from tests.triton.server import ROOT, TritonServer
-from tests.triton.songs import CAPTION, LYRICS, audit, sing, together
+from tests.triton.songs import CAPTION, LYRICS, STAGES, audit, sing, together
 
-MODELS = ("music3", "talker", "dit", "vocoder")
 CLIENTS = 3
 ROUND_S = 4.0
 CHECKED = {"seed": 7, "max_frames": 30}
@@ -161,7 +160,7 @@ class Readings:
     def __init__(self, server: TritonServer) -> None:
         self._server, self._since_s = server, time.monotonic()
         self._pids = {"server": server.pid}
-        for model in MODELS:
+        for model in STAGES:
             (self._pids[model],) = server.stub_pids(model)
         self.time_s: list[float] = []
         self.series: dict[str, list[float]] = {}

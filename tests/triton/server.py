@@ -88,8 +88,8 @@ class TritonServer:
         if self._repository is not None:
             command += ["--repository", str(self._repository)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSIC3_")}
-        # Tests compare what the page says before and after: it should not take them long to know.
         self.threads_at_rest = {}
+        # Tests compare what the page says before and after: it should not take them long to know.
         environment |= {"MUSIC3_METRICS_INTERVAL_S": "0.1"} | self._environment
         # Appended to, as the server and its stubs all write to it and a stub may outlive the server.
         with self.log_path.open("ab") as log:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_a_hundred_clients_at_once_on_default_settings(server: TritonServer, cli
 
 
 @pytest.fixture(scope="module")
-def small(tiny_checkpoint: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def small(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with TritonServer(
         checkpoint=tiny_checkpoint,
         log_path=tmp_path_factory.mktemp("small") / "server.log",
