@@ -21,7 +21,7 @@ class AsyncSongStream(AsyncIterator[Chunk]):
     """A song on its way: `async for chunk in song`. Made by `AsyncMusic3Client.stream`."""
 
     def __init__(
-        self, client: "AsyncMusic3Client", call: grpc.aio.StreamStreamCall, reader: SongReader
+        self, client: "AsyncMusic3Client", call: grpc.aio.UnaryStreamCall, reader: SongReader
     ) -> None:
         self._client, self._call, self._reader = client, call, reader
         self._cancelled = self._ended = False
@@ -99,6 +99,7 @@ class AsyncMusic3Client:
         else:
             self._channel = grpc.aio.insecure_channel(target, wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._ask = wire.song_method(self._channel)
         self._songs: set[AsyncSongStream] = set()
 
     def stream(
@@ -126,7 +127,7 @@ class AsyncMusic3Client:
         reader = SongReader(
             audio_encoding=audio_encoding, url=self.url, model=self.model, request_id=request_id
         )
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline_s)
+        call = self._ask(request, timeout=deadline_s)
         song = AsyncSongStream(self, call, reader)
         self._songs.add(song)
         return song

@@ -28,6 +28,7 @@ _TRANSPORT_WORDS = (
     "http1.x",
     "unavailable: transport",
     "stream removed",
+    "cancelling all calls",
 )
 
 

@@ -101,6 +101,7 @@ class Music3Client:
         else:
             self._channel = grpc.insecure_channel(target, wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._ask = wire.song_method(self._channel)
         self._songs: set[SongStream] = set()
 
     def stream(
@@ -134,7 +135,7 @@ class Music3Client:
         reader = SongReader(
             audio_encoding=audio_encoding, url=self.url, model=self.model, request_id=request_id
         )
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline_s)
+        call = self._ask(request, timeout=deadline_s)
         song = SongStream(self, call, reader)
         self._songs.add(song)
         return song

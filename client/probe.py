@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Sequence
 
 import grpc
-from tritonclient.grpc import service_pb2_grpc
 
 from client import wire
 from client.errors import Music3Error, ServerUnavailable
@@ -51,9 +50,8 @@ def probe(
         else grpc.insecure_channel(target)
     )
     with channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            for message in stub.ModelStreamInfer(iter([request]), timeout=timeout_s):
+            for message in wire.song_method(channel)(request, timeout=timeout_s):
                 reader.read(message)  # to the stream's end, see music3_client
         except grpc.RpcError as error:
             raise reader.error(error.code(), error.details()) from None

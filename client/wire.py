@@ -1,6 +1,7 @@
 """The `music3` model's tensors as gRPC messages: a request goes out, responses become chunks.
 
-No network code: `Music3Client` and `AsyncMusic3Client` differ only in how they wait, and share this.
+Nothing here waits for the network: `Music3Client` and `AsyncMusic3Client` differ only in how they wait,
+and share this.
 One request, many responses, then one marked final (KServe v2 over Triton's ModelStreamInfer).
 """
 
@@ -37,6 +38,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+_SERVICE: Final = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 _AUDIO_OUTPUT: Final[dict[str, str]] = {"f32": "audio", "s16": "audio_s16"}
 _INT32_MAX: Final = 2**31 - 1
@@ -87,6 +90,23 @@ def split_url(url: str) -> tuple[str, bool]:
             advice="Give host:port of the gRPC door (8001 by default), or grpcs://host:port for TLS.",
         )
     return rest.rstrip("/"), scheme == "grpcs"
+
+
+def song_method(
+    channel: grpc.Channel | grpc.aio.Channel,
+) -> grpc.UnaryStreamMultiCallable | grpc.aio.UnaryStreamMultiCallable:
+    """Triton's ModelStreamInfer as a call with one request: what a song needs, and no more.
+
+    On the wire it is the same as the generated stub's call with a stream of one request. But there asyncio's
+    gRPC sends that request in steps of its own, and where the server refuses the call in between, it says
+    INTERNAL in place of the server's status (every fifth refusal, gRPC 1.85); the blocking one has a thread
+    for it. Here the request leaves with the call.
+    """
+    return channel.unary_stream(
+        f"/{_SERVICE}/ModelStreamInfer",
+        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+    )
 
 
 def build_request(

@@ -23,7 +23,12 @@ Script = Callable[[Request, grpc.ServicerContext], Iterator[Message]]
 
 
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Serves `script` on `url`. `requests` are those that came; `cancelled` is set when one is given up."""
+    """Serves `script` on `url`. `requests` are those that came; `cancelled` is set when one is given up.
+
+    With `refusal`, a status and its text, calls end with it before their request is read.
+    """
+
+    refusal: tuple[grpc.StatusCode, str] | None = None
 
     def __init__(self, script: Script, *, ready: bool = True) -> None:
         self.script, self.ready = script, ready
@@ -38,6 +43,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self, request_iterator: Iterator[Request], context: grpc.ServicerContext
     ) -> Iterator[Message]:
         self.metadata.append(dict(context.invocation_metadata()))
+        if self.refusal is not None:
+            context.abort(*self.refusal)
         for request in request_iterator:
             self.requests.append(request)
             finished = False
@@ -59,8 +66,12 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._server.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def stop(self) -> None:
+        """Go away at once, as a server that is ended: running calls and the connections break."""
         self._server.stop(0).wait()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
 
 
 def read_inputs(request: Request) -> dict[str, Any]:

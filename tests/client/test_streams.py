@@ -165,6 +165,74 @@ def test_every_status_has_its_exception(
         assert "8 songs run and 3 wait" in str(raised.value)
 
 
+def test_refusals_keep_their_status_whenever_they_come() -> None:
+    """The refusal may come before the request has left; gRPC's asyncio streams then lose its status."""
+    unlike: list[Music3Error] = []
+
+    def sing(client: Music3Client) -> None:
+        with pytest.raises(Music3Error) as raised:
+            client.generate("caption", "lyrics")
+        unlike.extend([raised.value] * (type(raised.value) is not ServerUnavailable))
+
+    async def sing_async(client: AsyncMusic3Client) -> None:
+        with pytest.raises(Music3Error) as raised:
+            await client.generate("caption", "lyrics")
+        unlike.extend([raised.value] * (type(raised.value) is not ServerUnavailable))
+
+    async def main(url: str) -> None:
+        async with AsyncMusic3Client(url) as client:
+            for _ in range(200):
+                await sing_async(client)
+
+    with FakeServer(whole) as server:
+        server.refusal = (grpc.StatusCode.UNAVAILABLE, "8 songs run and 3 wait")
+        with Music3Client(server.url) as client:
+            for _ in range(200):
+                sing(client)
+        asyncio.run(main(server.url))
+    assert not unlike
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.003, 0.01, 0.03])
+def test_a_server_that_goes_away_is_unavailable_to_songs_of_any_age(delay_s: float) -> None:
+    """Songs asked for before it goes, while it goes, and after."""
+    amid: list[Music3Error | None] = []
+    after: list[Music3Error | None] = []
+
+    def slowly(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+        for message in song_messages(request, hop=10):
+            time.sleep(0.002)
+            yield message
+
+    async def sing(client: AsyncMusic3Client, ends: list[Music3Error | None]) -> None:
+        try:
+            await client.generate("caption", "lyrics", max_frames=250)
+            ends.append(None)
+        except Music3Error as error:
+            ends.append(error)
+
+    async def main() -> None:
+        for _ in range(8):
+            with FakeServer(slowly) as server:
+                async with AsyncMusic3Client(server.url) as client, asyncio.TaskGroup() as songs:
+                    await client.wait_until_ready(10)  # its port may be one that was refused before
+                    for _ in range(3):
+                        songs.create_task(sing(client, amid))
+                    await asyncio.sleep(delay_s)
+                    stopping = songs.create_task(asyncio.to_thread(server.stop))
+                    songs.create_task(sing(client, amid))
+                    await stopping
+                    await sing(client, after)
+
+    asyncio.run(main())
+    assert len(amid) == 32
+    assert [type(end) for end in after] == [ServerUnavailable] * 8
+    # None: a song of the old server that was done in time. CANCELLED is what the server's side says of a song
+    # that it gives up, where those words overtake the connection's end.
+    assert {type(end) for end in amid} <= {type(None), ServerUnavailable, Cancelled}
+    assert all(end.advice for end in (*amid, *after) if isinstance(end, ServerUnavailable))
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -223,7 +291,7 @@ def test_broken_connection_says_to_ask_again(collect: Collect) -> None:
     def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
         yield from list(song_messages(request))[:2]
         time.sleep(0.2)
-        server._server.stop(0)
+        server.stop()
         while context.is_active():
             time.sleep(0.02)
 
