@@ -150,7 +150,7 @@ Usage: ./build.sh drain [--stop] [--timeout SECONDS] [--pid PID] [--undo] [--fol
   --timeout S  wait that long at most (default 600); new songs stay refused
   --pid PID    of the tritonserver, where there are several
   --undo       accept songs again
-  --folder DIR the server's control_folder, where it was set (default /dev/shm)
+  --folder DIR the server's control_folder, if not in MUSIC3_CONTROL_FOLDER (default /dev/shm)
 
 Songs that wait for a place are turned away as UNAVAILABLE. Exit codes: 0 drained, 1 not yet, 2 no server.
 TEXT

@@ -4,7 +4,7 @@
     python -m python_backend_models.control guard PID HOST:HTTP_PORT
 
 The drain command and the `music3` process leave each other notes in a folder that both can write to, named
-after the server's process id; nobody can drain a server over the network. Standard library only.
+after the server's process; nobody can drain a server over the network. Standard library only.
 """
 
 import argparse
@@ -17,9 +17,15 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from python_backend_models.stub_processes import StubWatch, find_orphans, find_stubs, parent_of
+from python_backend_models.stub_processes import (
+    StubWatch,
+    find_orphans,
+    find_stubs,
+    parent_of,
+    started_ticks,
+)
 
-DEFAULT_FOLDER = "/dev/shm"
+DEFAULT_FOLDER = Path(os.environ.get("MUSIC3_CONTROL_FOLDER") or "/dev/shm")  # as the server's setting
 FRONT_DOOR = "music3"
 _POLL_S = 0.2
 _ANSWER_WITHIN_S = 10.0
@@ -37,13 +43,15 @@ class DrainNotes:
     """The two notes of one server: the wish to drain, and how many songs still run.
 
     Args:
-        folder: writable by the server and by whoever drains it.
+        folder: writable by the server and by whoever drains it. Several containers may share one, each with
+            a server of the same process id; so the names say, too, when the process started.
         server_pid: the server's process id.
     """
 
     def __init__(self, folder: Path, server_pid: int) -> None:
-        self._wish = folder / f"music3-{server_pid}.drain"
-        self._answer = folder / f"music3-{server_pid}.draining"
+        name = f"music3-{server_pid}-{started_ticks(server_pid) or 0}"
+        self._wish = folder / f"{name}.drain"
+        self._answer = folder / f"{name}.draining"
 
     def wish(self) -> None:
         """Ask for a drain."""
@@ -116,24 +124,27 @@ def drain(server_pid: int, *, folder: Path, timeout_s: float, stop: bool) -> int
     return NO_SERVER
 
 
-def guard(server_pid: int, *, http_url: str, last_answers_s: float = _LAST_ANSWERS_S) -> bool:
+def guard(
+    server_pid: int, *, http_url: str, notes: DrainNotes, last_answers_s: float = _LAST_ANSWERS_S
+) -> bool:
     """Watch a server until it ends, and end it if one of its stubs died; whether that was so.
 
     The server doesn't replace a dead stub and says that its model is ready, so only a new start helps;
     whoever supervises the server does that. A stub of a model that was unloaded is no dead one. However the
-    server ends, stubs that it leaves behind are ended too: the next server needs their memory.
+    server ends, stubs that it leaves behind are ended too, as the next server needs their memory, and its
+    notes are taken away.
     """
     try:
         return _end_when_a_stub_dies(server_pid, http_url=http_url, last_answers_s=last_answers_s)
     finally:
-        _sweep(server_pid)
+        if parent_of(server_pid) is None:
+            notes.withdraw()
+            _end_orphans(server_pid)
 
 
-def _sweep(server_pid: int) -> None:
-    """End what a server that is gone has left behind; stubs of an ordinary exit go by themselves."""
-    if parent_of(server_pid) is None and not _wait(
-        lambda: not find_orphans(server_pid), timeout_s=_ORPHANS_S
-    ):
+def _end_orphans(server_pid: int) -> None:
+    """Stubs of an ordinary exit go by themselves."""
+    if not _wait(lambda: not find_orphans(server_pid), timeout_s=_ORPHANS_S):
         for pid in find_orphans(server_pid):
             _say(f"ending process {pid}, which server {server_pid} left behind")
             with contextlib.suppress(ProcessLookupError):
@@ -211,16 +222,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     draining.add_argument("--timeout", metavar="S", type=float, default=600.0, help="default 600")
     draining.add_argument("--stop", action="store_true", help="end the server then")
     draining.add_argument("--undo", action="store_true", help="accept songs again")
-    draining.add_argument(
-        "--folder", type=Path, default=Path(DEFAULT_FOLDER), help="the server's control_folder"
-    )
+    draining.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="the server's control_folder")
     guarding = commands.add_parser("guard", help="end a server one of whose stubs died")
     guarding.add_argument("pid", type=int)
     guarding.add_argument("door", metavar="HOST:HTTP_PORT")
+    guarding.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
     arguments = parser.parse_args(argv)
     if arguments.command == "guard":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, whose end ends this, too
-        guard(arguments.pid, http_url=f"http://{arguments.door}")
+        notes = DrainNotes(arguments.folder, arguments.pid)
+        guard(arguments.pid, http_url=f"http://{arguments.door}", notes=notes)
         return 0
     found = [arguments.pid] if arguments.pid else servers()
     if len(found) != 1:

@@ -24,12 +24,16 @@ def find_stubs(server_pid: int) -> dict[int, str]:
 
 
 def find_orphans(server_pid: int) -> list[int]:
-    """Stubs of a server that have lost it: after a crash they wait for ever, with the device's memory."""
+    """Stubs of a server that have lost it: after a crash they wait for ever, with the device's memory.
+
+    They stay the children of a server that is killed until the last of its threads is gone.
+    """
+    fathers = (None, server_pid) if parent_of(server_pid) is not None else (None,)
     return sorted(
         pid
         for pid, _, arguments in _all_stubs()
         # The server's process id is the fourth of a stub's own arguments after its model's file.
-        if arguments[5:6] == [str(server_pid)] and parent_of(pid) not in (None, server_pid)
+        if arguments[5:6] == [str(server_pid)] and parent_of(pid) not in fathers
     )
 
 
@@ -45,12 +49,26 @@ def _all_stubs() -> Iterator[tuple[int, str, list[str]]]:
 
 def parent_of(pid: int) -> int | None:
     """The parent of a living process; None where there is no such process, or only what is left of it."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[1])
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None where there is no such process.
+
+    With the process id it names a process for good: ids come again, and each container has a first one.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process, from its state (the third field in proc(5)) on; empty if it is gone."""
     try:
-        # The name, in parentheses, may hold anything; after it come the state and the parent.
-        state, parent = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else int(parent)
+        # The name, in parentheses, may hold anything.
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _arguments(folder: Path) -> list[str]:

@@ -26,24 +26,33 @@ for path in sys.argv[1:]:
     line = ["/backend/triton_python_backend_stub", path, "region", "1", "1", str(os.getpid()), "/d", "336"]
     children.append(subprocess.Popen([*line, name + "_0_0"], executable=sys.executable))
 print("up", flush=True)
-while True:
-    for child in children:
-        child.poll()  # reaps it, as Triton does
-    time.sleep(0.02)
+def reap():
+    while True:
+        for child in children:
+            child.poll()  # as Triton does
+        time.sleep(0.02)
+"""
+# The rest of the program: of a server that works, and of one whose first thread ends before the others.
+WORK = "reap()"
+LINGER = """
+import ctypes, platform, threading
+threading.Thread(target=reap).start()
+time.sleep(1)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
 """
 
 
 class StandIn:
     """A process with stubs for children."""
 
-    def __init__(self, folder: Path, *models: str) -> None:
+    def __init__(self, folder: Path, *models: str, program: str = SERVER + WORK) -> None:
         self.folder, paths = folder, []
         for model in models:
             path = folder / model / "1" / "model.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("import time\ntime.sleep(600)\n")
             paths.append(str(path))
-        self.process = subprocess.Popen([sys.executable, "-c", SERVER, *paths], stdout=subprocess.PIPE)
+        self.process = subprocess.Popen([sys.executable, "-c", program, *paths], stdout=subprocess.PIPE)
         self.pid = self.process.pid
         assert self.process.stdout
         assert self.process.stdout.readline() == b"up\n"
@@ -221,11 +230,30 @@ def test_the_one_server_is_found_by_itself(server: StandIn, tmp_path: Path) -> N
 def test_a_wish_of_another_user_is_not_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = DrainNotes(tmp_path, 42)
     notes.wish()
-    owner = (tmp_path / "music3-42.drain").stat().st_uid
+    (note,) = tmp_path.glob("music3-42-*.drain")
+    owner = note.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner)
     assert notes.wished
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     assert notes.wished == (owner == 0)  # root's wish counts
+
+
+def test_a_process_id_that_comes_again_is_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers that share a folder, or one that was started anew."""
+    DrainNotes(tmp_path, os.getpid()).wish()
+    assert DrainNotes(tmp_path, os.getpid()).wished
+    started = control.started_ticks(os.getpid())
+    assert started is not None
+    time.sleep(0.1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
+        elapsed = control.started_ticks(later.pid) - started
+        later.communicate(b"\n")
+    assert elapsed >= 0.1 * os.sysconf("SC_CLK_TCK") - 1
+    assert control.started_ticks(2**30) is None
+    monkeypatch.setattr(control, "started_ticks", lambda pid: started + 1)
+    assert not DrainNotes(tmp_path, os.getpid()).wished
 
 
 # ------------------------------------------------------------------------ guard
@@ -255,9 +283,11 @@ def http_url() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_server_with_a_dead_stub_is_ended(server: StandIn, http_url: str) -> None:
+def test_a_server_with_a_dead_stub_is_ended(server: StandIn, http_url: str, tmp_path: Path) -> None:
     threading.Timer(0.3, server.kill_stub, ["dit"]).start()
-    assert control.guard(server.pid, http_url=http_url, last_answers_s=0.1)
+    assert control.guard(
+        server.pid, http_url=http_url, notes=DrainNotes(tmp_path, server.pid), last_answers_s=0.1
+    )
     assert server.process.wait(10) == -signal.SIGTERM
 
 
@@ -268,26 +298,49 @@ def test_what_a_killed_server_leaves_behind_is_ended_and_nothing_else(
     other = StandIn(tmp_path / "other", "music3")
     try:
         assert find_orphans(server.pid) == []  # they have their server
+        notes, others = DrainNotes(tmp_path, server.pid), DrainNotes(tmp_path, other.pid)
+        for each in (notes, others):
+            each.wish()
+            each.answer(0)
         threading.Timer(0.3, server.process.kill).start()
-        assert not control.guard(server.pid, http_url=http_url)
+        assert not control.guard(server.pid, http_url=http_url, notes=notes)
         server.process.wait(10)
         until(lambda: all(parent_of(pid) is None for pid in server.stubs))
         assert len(find_stubs(other.pid)) == 1
+        assert (notes.wished, notes.live_songs) == (False, None)
+        assert (others.wished, others.live_songs) == (True, 0)
     finally:
         other.end()
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_unloaded_model_is_no_dead_stub(server: StandIn, http_url: str) -> None:
+def test_stubs_of_a_server_whose_threads_are_still_going_are_left_behind_too(
+    tmp_path: Path, http_url: str
+) -> None:
+    """Its first thread is gone, and with it the server for all who ask; the stubs are its children still."""
+    server = StandIn(tmp_path, "talker", "dit", program=SERVER + LINGER)
+    try:
+        until(lambda: parent_of(server.pid) is None)
+        assert {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in server.stubs} == {server.pid}
+        assert not control.guard(server.pid, http_url=http_url, notes=DrainNotes(tmp_path, server.pid))
+        until(lambda: all(parent_of(pid) is None for pid in server.stubs))
+    finally:
+        server.end()
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_unloaded_model_is_no_dead_stub(server: StandIn, http_url: str, tmp_path: Path) -> None:
     Readiness.unready = {"dit"}
     threading.Timer(0.2, server.kill_stub, ["dit"]).start()
     threading.Timer(1.5, server.process.kill).start()
-    assert not control.guard(server.pid, http_url=http_url, last_answers_s=0.1)
+    assert not control.guard(
+        server.pid, http_url=http_url, notes=DrainNotes(tmp_path, server.pid), last_answers_s=0.1
+    )
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_guard_goes_with_its_server_and_takes_its_end_for_no_fault(
-    server: StandIn, http_url: str
+    server: StandIn, tmp_path: Path
 ) -> None:
     """In an ordinary exit the stubs go first, when nobody says ready any more."""
     door = "http://127.0.0.1:9"  # nothing listens there
@@ -299,7 +352,9 @@ def test_the_guard_goes_with_its_server_and_takes_its_end_for_no_fault(
         server.process.kill()
 
     threading.Timer(0.2, leave).start()
-    assert not control.guard(server.pid, http_url=door, last_answers_s=0.1)
+    assert not control.guard(
+        server.pid, http_url=door, notes=DrainNotes(tmp_path, server.pid), last_answers_s=0.1
+    )
 
 
 def test_the_guard_ends_a_server_that_ignores_sigterm(
