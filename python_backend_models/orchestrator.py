@@ -64,9 +64,13 @@ class TalkerWindow:
 class Stages(Protocol):
     """The calls of one song. Each may raise `UnavailableError`, or anything else for a failure."""
 
-    def start(self, key: int, job: SongJob) -> TalkerWindow: ...
+    def start(self, key: int, job: SongJob) -> TalkerWindow | None:
+        """Begin the song; its first window, or None if there is none yet: then `next_window` asks again."""
+        ...
 
-    def next_window(self, key: int) -> TalkerWindow: ...
+    def next_window(self, key: int) -> TalkerWindow | None:
+        """The song's next window, or None if there is none yet."""
+        ...
 
     def end(self, key: int) -> None:
         """Forget the song; never raises."""
@@ -174,7 +178,7 @@ class SongRun:
 
     def _make_windows(self) -> None:
         job, report, resampler = self.job, self.report, StreamingResampler()
-        window = self._wait_for(TALKER, self.stages.start, self.key, job)
+        window = self._window(self.stages.start, self.key, job)
         carry = None
         while True:
             self._check()
@@ -193,7 +197,15 @@ class SongRun:
             self._on_chunk()
             if last:
                 return
+            window = self._window(self.stages.next_window, self.key)
+
+    def _window(self, ask: Callable[..., TalkerWindow | None], *arguments: Any) -> TalkerWindow:
+        """Ask until there is a window: a song may wait for others' pages for minutes, and be cancelled."""
+        window = self._wait_for(TALKER, ask, *arguments)
+        while window is None:
+            self._check()
             window = self._wait_for(TALKER, self.stages.next_window, self.key)
+        return window
 
     def _solve(self, window: TalkerWindow, carry: Any) -> tuple[Any, Any]:
         first, since_s = carry is None, self.report.submitted_s

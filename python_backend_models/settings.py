@@ -104,7 +104,10 @@ class Music3Settings(StageSettings):
     waiting_songs: int = setting(256, "songs that may wait for a place; more are UNAVAILABLE", least=0)
     max_frames: int = setting(MAX_SONG_FRAMES, "longest song that is accepted", least=1, most=MAX_SONG_FRAMES)
     stage_limit_s: float = setting(
-        300.0, "a song whose call to a stage takes longer is given up as UNAVAILABLE", least=1
+        300.0,
+        "a song whose call to a stage takes longer is given up as UNAVAILABLE; more than the talker's "
+        "answer_within_s",
+        least=1,
     )
     reopen_after_s: float = setting(
         7.0,
@@ -152,6 +155,13 @@ class TalkerSettings(DeviceSettings):
     )
     idle_limit_s: float = setting(
         600.0, "a song that nobody asks for a window is dropped after this", least=1
+    )
+    answer_within_s: float = setting(
+        3.0,
+        "a request that waits longer for its window is told to ask again; until then a cancel of its song or "
+        "the server's stop goes unnoticed",
+        least=0.1,
+        most=60,
     )
 
 

@@ -37,7 +37,7 @@ class BlsStages:
         self._reopen_after_s = reopen_after_s
         self._talked_s = time.monotonic()
 
-    def start(self, key: int, job: SongJob) -> TalkerWindow:
+    def start(self, key: int, job: SongJob) -> TalkerWindow | None:
         inputs = [
             from_ints("prompt_ids", job.prompt.ids),
             from_ints("draw_seed", [job.draw_seed], dtype=np.int64),
@@ -46,7 +46,7 @@ class BlsStages:
         ]
         return self._window(key, inputs, flags=_START)
 
-    def next_window(self, key: int) -> TalkerWindow:
+    def next_window(self, key: int) -> TalkerWindow | None:
         return self._window(key, [], flags=0)
 
     def end(self, key: int) -> None:
@@ -63,16 +63,20 @@ class BlsStages:
             from_ints("window_index", [window.index]),
             *(carry or (_empty("carry_latent"), _empty("carry_condition"))),
         ]
-        outputs = self._call("dit", inputs, ["latent", "carry_latent", "carry_condition"])
+        names = ["latent", "carry_latent", "carry_condition"]
+        outputs = _whole("dit", self._call("dit", inputs, names), names)
         return outputs["latent"], (outputs["carry_latent"], outputs["carry_condition"])
 
     def decode(self, latent: Any, crop_samples: tuple[int, int]) -> Tensor:
-        outputs = self._call("vocoder", [latent, from_ints("crop_samples", crop_samples)], ["waveform"])
+        inputs, names = [latent, from_ints("crop_samples", crop_samples)], ["waveform"]
+        outputs = _whole("vocoder", self._call("vocoder", inputs, names), names)
         return torch.from_dlpack(outputs["waveform"].to_dlpack())[0].clone()
 
-    def _window(self, key: int, inputs: list[Any], *, flags: int) -> TalkerWindow:
+    def _window(self, key: int, inputs: list[Any], *, flags: int) -> TalkerWindow | None:
         names = ["hidden", "window_index", "end_frame", "crop_samples", "finish_reason"]
         outputs = self._talk(key, inputs, names, flags=flags)
+        if not outputs:
+            return None
         reason = outputs["finish_reason"].as_numpy().reshape(-1)[0].decode()
         left, right = outputs["crop_samples"].as_numpy().reshape(-1).tolist()
         return TalkerWindow(
@@ -84,15 +88,16 @@ class BlsStages:
         )
 
     def _talk(self, key: int, inputs: list[Any], outputs: list[str], *, flags: int) -> dict[str, Any]:
-        """Call the talker; its song goes on where Triton has closed the sequence as idle."""
+        """Call the talker; its song goes on where Triton has closed the sequence as idle. May be empty."""
         now_s = time.monotonic()
         if now_s - self._talked_s >= self._reopen_after_s:
             flags |= _START
         self._talked_s = now_s
         try:
-            return self._call("talker", inputs, outputs, correlation_id=key, flags=flags)
+            found = self._call("talker", inputs, outputs, correlation_id=key, flags=flags)
         except SequenceClosedError:  # just closed, or the talker's config and ours differ
-            return self._call("talker", inputs, outputs, correlation_id=key, flags=flags | _START)
+            found = self._call("talker", inputs, outputs, correlation_id=key, flags=flags | _START)
+        return _whole("talker", found, outputs) if found else {}
 
     def _call(
         self,
@@ -123,10 +128,13 @@ class BlsStages:
             raise _stage_error(model, error) from error
         finally:
             self._releases.keep(tensors)
-        found = {tensor.name(): tensor for tensor in tensors}
-        if missing := [name for name in outputs if name not in found]:
-            raise StageError(f"{model}: answered without {', '.join(missing)}")
-        return found
+        return {tensor.name(): tensor for tensor in tensors}
+
+
+def _whole(model: str, found: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    if missing := [name for name in names if name not in found]:
+        raise StageError(f"{model}: answered without {', '.join(missing)}")
+    return found
 
 
 def _stage_error(model: str, error: Any) -> Exception:

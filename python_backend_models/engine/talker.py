@@ -187,6 +187,15 @@ class TalkerEngine:
         """
         self._songs[key].windows_asked += 1
 
+    def withdraw_request(self, key: int) -> None:
+        """Take back the last `request_window` of a song that has not been answered; the song goes on.
+
+        Raises:
+            KeyError: no such song.
+        """
+        song = self._songs[key]
+        song.windows_asked = max(song.windows_given, song.windows_asked - 1)
+
     def release(self, key: int) -> bool:
         """Forget a song and free all it holds; whether there was one."""
         song = self._songs.pop(key, None)

@@ -2,7 +2,9 @@
 
 `start`, `next_window` and `end` only leave a note and return; the thread reads the notes between two steps.
 Every `start` and `next_window` gets exactly one reply, also when the song is ended, dropped or unknown, when
-the device fails, and when the loop closes.
+the device fails, and when the loop closes. A reply doesn't wait for a window for long: after a few seconds it
+says that there is none yet. So whoever asks can find out in between that the song is no longer wanted or that
+the server is stopping, however long the song has to wait for pages.
 """
 
 import contextlib
@@ -16,7 +18,9 @@ from dataclasses import dataclass
 from python_backend_models.engine.talker import Census, SongError, SongPlan, TalkerEngine, WindowResult
 
 _LOG = logging.getLogger(__name__)
-Reply = Callable[[WindowResult | SongError], None]
+# None: no window yet; ask again.
+Answer = WindowResult | SongError | None
+Reply = Callable[[Answer], None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class TalkerLoop:
     Args:
         engine: not touched by anyone else from now on.
         idle_limit_s: a song that waits for nobody's request this long is dropped: its orchestrator is gone.
+        answer_within_s: a request that waits longer is told that there is no window yet.
         on_step: called after every step, from the engine's thread.
     """
 
@@ -50,10 +55,11 @@ class TalkerLoop:
         engine: TalkerEngine,
         *,
         idle_limit_s: float,
+        answer_within_s: float,
         on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         self._engine = engine
-        self._idle_limit_s = idle_limit_s
+        self._idle_limit_s, self._answer_within_s = idle_limit_s, answer_within_s
         self._on_step = on_step
         self._notes: queue.SimpleQueue[_Note | None] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}
@@ -91,6 +97,7 @@ class TalkerLoop:
             for key, result in deliveries:
                 self._answer(key, result)
             self._report(seconds)
+            self._put_off()
             self._drop_idle()
         for key in list(self._replies):
             self._answer(key, SongError("the talker is shutting down"))
@@ -102,6 +109,9 @@ class TalkerLoop:
     def _read_notes(self, *, wait: bool) -> bool:
         """Take in all notes, waiting for one if there is nothing else to do; False to stop."""
         timeout_s = min(self._idle_limit_s, 60.0) if self._last_asked_s else None
+        if self._replies:
+            oldest_s = min(self._last_asked_s[key] for key in self._replies)
+            timeout_s = max(0.0, oldest_s + self._answer_within_s - time.monotonic())
         with contextlib.suppress(queue.Empty):
             note = self._notes.get(timeout=timeout_s) if wait else self._notes.get_nowait()
             while note is not None:
@@ -133,7 +143,7 @@ class TalkerLoop:
             self._replies[note.key] = note.reply
             self._last_asked_s[note.key] = time.monotonic()
 
-    def _answer(self, key: int, result: WindowResult | SongError) -> None:
+    def _answer(self, key: int, result: Answer) -> None:
         reply = self._replies.pop(key, None)
         if reply is not None:
             if key in self._last_asked_s:
@@ -149,6 +159,13 @@ class TalkerLoop:
         except Exception:
             _LOG.exception("a step could not be reported")
 
+    def _put_off(self) -> None:
+        """Tell those that have waited for long that there is no window yet."""
+        due_s = time.monotonic() - self._answer_within_s
+        for key in [key for key in self._replies if self._last_asked_s[key] <= due_s]:
+            self._engine.withdraw_request(key)
+            self._answer(key, None)
+
     def _drop_idle(self) -> None:
         now_s = time.monotonic()
         idle = [
@@ -162,7 +179,7 @@ class TalkerLoop:
             del self._last_asked_s[key]
 
 
-def _say(reply: Reply, result: WindowResult | SongError) -> None:
+def _say(reply: Reply, result: Answer) -> None:
     """Reply; a reply that fails (its asker is gone) is no reason to leave the other songs."""
     try:
         reply(result)

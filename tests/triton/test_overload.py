@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client import Music3Client, Music3Error, ServerUnavailable, Song
+from client import Cancelled, Music3Client, Music3Error, ServerUnavailable, Song
 from tests.triton.conftest import MakeServer
 from tests.triton.server import ROOT, TritonServer, is_alive, wait_until
 from tests.triton.songs import CAPTION, LYRICS, audit, grown, metrics, sing, together
@@ -156,7 +156,55 @@ def test_a_drain_lets_the_song_end_refuses_others_and_can_be_undone(
     assert sing(own, max_frames=1).frames == 1
 
 
+# ---------------------------------------------------- two places, and pages for one long song and a half
+
+NARROW = {"MUSIC3_LIVE_SONGS": "2", "MUSIC3_KV_TOKENS": "30000", "MUSIC3_ANSWER_WITHIN_S": "0.5"}
+
+
+def until_one_waits_for_pages(server: TritonServer) -> None:
+    wait_until(
+        lambda: metrics(server)["music3_talker_waiting_songs"] == 1, timeout_s=60, what="a song without pages"
+    )
+
+
+def test_a_song_that_waits_for_pages_can_be_cancelled_and_holds_up_nobody(make_server: MakeServer) -> None:
+    running = make_server(environment=NARROW)
+    with (
+        Music3Client(running.grpc_url) as client,
+        client.stream(CAPTION, LYRICS, max_frames=LONG) as long,
+    ):
+        next(long)
+        waiting = client.stream(CAPTION, LYRICS, max_frames=LONG)
+        until_one_waits_for_pages(running)
+        waiting.cancel()
+        assert type(end_of(waiting)) is Cancelled
+        # Its place is free while the other one still has most of the pages.
+        until_census(running, live=1, waiting=0)
+        assert sing(client, max_frames=2).frames == 2
+        # And one that is patient gets the pages in the end.
+        with client.stream(CAPTION, LYRICS, max_frames=LONG, deadline_s=120) as patient:
+            until_one_waits_for_pages(running)
+            long.cancel()
+            assert next(patient).frames_done == 200
+    audit(running, slots=2)
+
+
 # ------------------------------------------------------------------------------------- SIGTERM
+
+
+def test_sigterm_ends_a_song_that_waits_for_pages(make_server: MakeServer) -> None:
+    running = make_server(environment=NARROW)
+    with Music3Client(running.grpc_url) as client:
+        songs = [client.stream(CAPTION, LYRICS, max_frames=LONG)]
+        next(songs[0])
+        songs += [client.stream(CAPTION, LYRICS, max_frames=LONG)]
+        until_one_waits_for_pages(running)
+        ends: list[Music3Error | None] = []
+        threads = in_threads([lambda song=song: ends.append(end_of(song)) for song in songs])
+        assert running.terminate(timeout_s=25) == 0  # by itself, not out of time
+        for thread in threads:
+            thread.join(20)
+    assert [type(end) for end in ends] == [ServerUnavailable] * 2
 
 
 def test_sigterm_ends_running_and_waiting_songs_and_the_process(make_server: MakeServer) -> None:

@@ -22,22 +22,25 @@ def job(name: str = "song", *, frames: int = 301, probe: bool = False) -> SongJo
 class FakeStages:
     """Windows of a song of `max_frames`, silence for sound, and a record of every call.
 
-    `before` is called with each call's name, and may block or raise.
+    `before` is called with each call's name, and may block or raise. Each window is there only after it was
+    asked for `not_yet` times in vain.
     """
 
-    def __init__(self, *, before: Callable[[str], None] = lambda call: None) -> None:
+    def __init__(self, *, before: Callable[[str], None] = lambda call: None, not_yet: int = 0) -> None:
         self.calls: list[str] = []
         self.carries: list[Any] = []
         self._before = before
         self._windows: list[chunking.Window] = []
+        self.not_yet = not_yet
+        self._asked_in_vain = 0
 
-    def start(self, key: int, job: SongJob) -> TalkerWindow:
+    def start(self, key: int, job: SongJob) -> TalkerWindow | None:
         self._call("start")
         self.key = key
         self._windows = chunking.windows(job.max_frames)
         return self._window()
 
-    def next_window(self, key: int) -> TalkerWindow:
+    def next_window(self, key: int) -> TalkerWindow | None:
         self._call("next")
         assert key == self.key
         return self._window()
@@ -58,7 +61,11 @@ class FakeStages:
         self.calls.append(name)
         self._before(name)
 
-    def _window(self) -> TalkerWindow:
+    def _window(self) -> TalkerWindow | None:
+        self._asked_in_vain += 1
+        if self._asked_in_vain <= self.not_yet:
+            return None
+        self._asked_in_vain = 0
         window = self._windows.pop(0)
         reason = "length" if window.is_last else None
         return TalkerWindow(window, window.index, window.end_frame, window.crop_samples, reason)
@@ -103,6 +110,28 @@ def test_windows_go_through_the_stages_in_order_with_the_carry_handed_on() -> No
     assert (run.report.frames, run.call) == (301, None)
     assert run.report.stage_calls == {"talker": 4, "dit": 3, "vocoder": 3}
     assert run.report.first_audio_s <= run.age_s
+
+
+def test_a_window_is_asked_for_until_it_is_there() -> None:
+    stages, listener = FakeStages(not_yet=2), FakeListener()
+    SongRun(job(frames=201), stages, listener).make()
+    window = ["next", "next", "solve", "decode"]
+    assert stages.calls == ["start", *window, "next", *window, "end"]
+    assert [done for _, done, _ in listener.chunks] == [200, 201]
+
+
+def test_a_song_that_waits_for_the_talker_can_be_cancelled() -> None:
+    listener = FakeListener()
+
+    def go_away(call: str) -> None:
+        if stages.calls.count("next") == 5:
+            listener.gone_after = 0
+
+    stages = FakeStages(before=go_away, not_yet=10**9)
+    with pytest.raises(SongCancelledError):
+        SongRun(job(frames=201), stages, listener).make()
+    assert stages.calls == ["start", *["next"] * 5, "end"]
+    assert not listener.chunks
 
 
 @pytest.mark.parametrize("failing", ["start", "solve", "decode", "next", "end"])

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from python_backend_models.engine.talker import CapacityError, SongError, TalkerEngine, WindowResult
-from python_backend_models.engine.talker_loop import StepReport, TalkerLoop
+from python_backend_models.engine.talker_loop import Answer, StepReport, TalkerLoop
 from tests.unit.test_talker import joined, make_engine, plan, solo
 
-Result = WindowResult | SongError
 MakeLoop = Callable[..., TalkerLoop]
 
 
@@ -21,7 +20,8 @@ def make_loop() -> Iterator[MakeLoop]:
     loops: list[TalkerLoop] = []
 
     def make(engine: TalkerEngine | None = None, **options: object) -> TalkerLoop:
-        loops.append(TalkerLoop(engine or make_engine(), **({"idle_limit_s": 60.0} | options)))
+        defaults = {"idle_limit_s": 60.0, "answer_within_s": 300.0}
+        loops.append(TalkerLoop(engine or make_engine(), **(defaults | options)))
         return loops[-1]
 
     yield make
@@ -33,12 +33,12 @@ class Asker:
     """Collects replies; fails if it gets more than were asked for."""
 
     def __init__(self) -> None:
-        self.results: queue.Queue[Result] = queue.Queue()
+        self.results: queue.Queue[Answer] = queue.Queue()
 
-    def __call__(self, result: Result) -> None:
+    def __call__(self, result: Answer) -> None:
         self.results.put(result)
 
-    def next(self) -> Result:
+    def next(self) -> Answer:
         return self.results.get(timeout=300)
 
     def window(self) -> WindowResult:
@@ -183,7 +183,7 @@ def test_a_prompt_that_fails_ends_its_own_song_only(
 
 
 def test_a_reply_that_fails_harms_nobody(make_loop: MakeLoop) -> None:
-    def gone(result: Result) -> None:
+    def gone(result: Answer) -> None:
         raise RuntimeError("the asker is gone")
 
     loop, fine = make_loop(), Asker()
@@ -213,9 +213,77 @@ def test_a_song_that_is_waited_for_is_not_idle(make_loop: MakeLoop) -> None:
     assert waiting.window().finish_reason == "length"
 
 
+def ask_again(loop: TalkerLoop, key: int, asker: Asker) -> tuple[WindowResult, int]:
+    """The next window of a song that was asked for, and how often it had to be asked for again."""
+    again = 0
+    while (answer := asker.next()) is None:
+        loop.next_window(key, asker)
+        again += 1
+    assert isinstance(answer, WindowResult), answer
+    return answer, again
+
+
+def test_a_song_that_waits_for_a_place_hears_so_and_keeps_its_turn(make_loop: MakeLoop) -> None:
+    engine = make_engine(slots=1)
+    loop = make_loop(engine, answer_within_s=0.05)
+    first, second, third = Asker(), Asker(), Asker()
+    loop.start(1, plan(1, max_frames=1000), first)
+    ask_again(loop, 1, first)
+    loop.start(2, plan(2, max_frames=3), second)
+    loop.start(3, plan(3, max_frames=2), third)
+    assert second.next() is None
+    assert third.next() is None
+    loop.next_window(3, third)  # asks first, and yet comes after the second
+    assert third.next() is None
+    loop.next_window(2, second)
+    loop.next_window(3, third)
+    loop.end(1)
+    window, _ = ask_again(loop, 2, second)
+    assert window.codes.tolist() == solo(plan(2, max_frames=3), seed=2)[0].tolist()
+    assert engine.census.waiting == 1
+    loop.end(2)
+    assert ask_again(loop, 3, third)[0].codes.tolist() == solo(plan(3, max_frames=2), seed=3)[0].tolist()
+
+
+def test_asking_in_vain_changes_no_window(make_loop: MakeLoop) -> None:
+    loop, asker = make_loop(answer_within_s=0.001), Asker()
+    loop.start(1, plan(1, max_frames=250), asker)
+    windows, asked = [], 0
+    while not windows or windows[-1].finish_reason is None:
+        if windows:
+            loop.next_window(1, asker)
+        window, again = ask_again(loop, 1, asker)
+        windows.append(window)
+        asked += again
+    assert asked > 2  # or the test shows nothing
+    assert [window.window.index for window in windows] == list(range(len(windows)))
+    codes, _ = joined(windows)
+    assert codes.tolist() == solo(plan(1, max_frames=250), seed=1)[0].tolist()
+    assert asker.silent()
+
+
+def test_a_song_that_was_put_off_can_be_ended_and_can_fail(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slots=1)
+    loop, first, second = make_loop(engine, answer_within_s=0.02), Asker(), Asker()
+    loop.start(1, plan(1, max_frames=1000), first)
+    ask_again(loop, 1, first)
+    loop.start(2, plan(2, max_frames=3), second)
+    assert second.next() is None
+    loop.end(2)
+    loop.next_window(2, second)
+    assert "no such song" in str(second.error())
+    loop.start(3, plan(3, max_frames=3), second)
+    assert second.next() is None
+    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+    loop.next_window(3, second)
+    assert "failed on this song" in str(second.error())
+
+
 def test_closing_answers_everyone() -> None:
     engine = make_engine(slots=1)
-    loop = TalkerLoop(engine, idle_limit_s=60)
+    loop = TalkerLoop(engine, idle_limit_s=60, answer_within_s=60)
     askers = [Asker(), Asker()]
     for key, asker in enumerate(askers):
         loop.start(key, plan(key, max_frames=1000), asker)
@@ -244,7 +312,7 @@ def test_the_engine_computes_on_as_many_threads_as_its_stage_was_given(make_loop
     engine, threads = make_engine(), []
     step = engine.step
 
-    def counting() -> tuple[list[tuple[int, Result]], bool]:
+    def counting() -> tuple[list[tuple[int, WindowResult | SongError]], bool]:
         threads.append(torch.get_num_threads())
         return step()
 

@@ -197,6 +197,24 @@ def test_the_talker_answers_a_request_for_no_song(server: FakeServer) -> None:
     assert list(server.submit(InferenceRequest(model_name="talker", correlation_id=77, flags=2))) == []
 
 
+def test_a_song_whose_windows_take_long_is_asked_for_again_and_the_same(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = [outputs(each) for each in server.song({}, **song_fields(max_frames=np.array([250], np.int32)))]
+    loop = server.models["talker"]._loop
+    monkeypatch.setattr(loop, "_answer_within_s", 0.01)
+    asked: list[object] = []
+    ask = loop.next_window
+    monkeypatch.setattr(loop, "next_window", lambda *call: [asked.append(call), ask(*call)])
+    in_pieces = [
+        outputs(each) for each in server.song({}, **song_fields(max_frames=np.array([250], np.int32)))
+    ]
+    assert len(asked) > len(at_once)
+    assert len(in_pieces) == len(at_once)
+    for one, other in zip(in_pieces, at_once, strict=True):
+        np.testing.assert_array_equal(one["audio"], other["audio"])
+
+
 def test_a_probe_makes_one_frame_and_later_only_asks_whether_sound_came_lately(server: FakeServer) -> None:
     server.models["music3"]._line._sound_at_s = None
     server.calls.clear()

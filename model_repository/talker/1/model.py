@@ -11,8 +11,8 @@ from python_backend_models import metrics, triton_io
 from python_backend_models.contract import CODEBOOKS
 from python_backend_models.engine import faults
 from python_backend_models.engine.loading import load_talker
-from python_backend_models.engine.talker import SongError, SongPlan, WindowResult
-from python_backend_models.engine.talker_loop import Reply, StepReport, TalkerLoop
+from python_backend_models.engine.talker import SongError, SongPlan
+from python_backend_models.engine.talker_loop import Answer, Reply, StepReport, TalkerLoop
 from python_backend_models.host_memory import bound_host_memory
 from python_backend_models.prompt import unconditional_twin
 from python_backend_models.settings import SettingsError, TalkerSettings, read
@@ -41,7 +41,12 @@ class TritonPythonModel:
         self._board.set("music3_talker_pages", empty.pages_free)
         self._count(StepReport(empty, frames=0, prefilled=False, seconds=0.0))
         self._publisher = triton_io.publish_metrics(self._board, args, every_s=settings.metrics_interval_s)
-        self._loop = TalkerLoop(engine, idle_limit_s=settings.idle_limit_s, on_step=self._count)
+        self._loop = TalkerLoop(
+            engine,
+            idle_limit_s=settings.idle_limit_s,
+            answer_within_s=settings.answer_within_s,
+            on_step=self._count,
+        )
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -70,16 +75,18 @@ class TritonPythonModel:
         if triton_io.to_int(request, "END"):
             self._loop.end(key)
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        elif triton_io.to_int(request, "START") and triton_io.to_numpy(request, "prompt_ids") is not None:
-            self._loop.start(key, read_plan(request), replier(sender))
+        elif (plan := read_plan(request)) is not None:
+            self._loop.start(key, plan, replier(sender))
         else:
             # With START, too, where the server had closed the sequence of a song that goes on.
             self._loop.next_window(key, replier(sender))
 
 
-def read_plan(request: pb_utils.InferenceRequest) -> SongPlan:
-    """A song's plan from its START request."""
+def read_plan(request: pb_utils.InferenceRequest) -> SongPlan | None:
+    """A song's plan from its first request; None from a later one, which has no inputs."""
     prompt = triton_io.to_numpy(request, "prompt_ids")
+    if prompt is None:
+        return None
     ids = prompt.reshape(-1).tolist()
     return SongPlan(
         prompt=ids,
@@ -91,9 +98,12 @@ def read_plan(request: pb_utils.InferenceRequest) -> SongPlan:
 
 
 def replier(sender: object) -> Reply:
-    """Answers a request with one window, or an error, and ends it."""
+    """Answers a request with one window, with nothing where there is none yet, or an error, and ends it."""
 
-    def reply(result: WindowResult | SongError) -> None:
+    def reply(result: Answer) -> None:
+        if result is None:
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            return
         if isinstance(result, SongError):
             triton_io.send_error(sender, triton_io.stage_failure(result))
             return
