@@ -226,17 +226,42 @@ echo '{{"experiments": [{{"experiment": {{"value": '$level'}}, "requests": ['"$s
     ("text", "message"),
     [
         ("echo 'error: Failed to init manager'; exit 99", r"exit code 99.*\n.*Failed to init manager"),
+        ("echo 'failed to find the requested model version'; exit 99", r"exit code 99.*\n.*failed to find"),
         ("exit 0", "exit code 0"),
-        ("sleep 60", "not done after 0.5 s"),
     ],
 )
 def test_a_run_that_fails_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     made = program(tmp_path, f"exec bash -c {json.dumps(text)}")
-    assert main(["--perf-analyzer", made, "--timeout", "0.5", "--out", str(tmp_path / "out")]) == 1
+    assert main(["--perf-analyzer", made, "--out", str(tmp_path / "out")]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = program(tmp_path, "exec sleep 60")
+    assert main(["--perf-analyzer", made, "--timeout", "0.5", "--out", str(tmp_path / "out")]) == 1
+    assert "not done after 0.5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 1)])
+def test_a_run_that_the_server_had_not_counted_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], failures: int, code: int
+) -> None:
+    export = write_export(tmp_path / "made.json", request(0.0, (1.0, 2.0)), concurrency=1)
+    made = program(
+        tmp_path,
+        f"""echo >>{tmp_path}/calls
+if (($(wc -l <{tmp_path}/calls) <= {failures})); then
+  echo 'failed to find the requested model version'; exit 99
+fi
+for last; do :; done; cp {export} "$last" """,
+    )
+    options = ["--perf-analyzer", made, "--warm-up", "0", "--concurrency", "1", "--songs-per-client", "1"]
+    assert main([*options, "--out", str(tmp_path / "out")]) == code
+    assert len((tmp_path / "calls").read_text().splitlines()) == 3
+    assert capsys.readouterr().err.count("once more") == 2
 
 
 def test_missing_program_and_bad_inputs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
