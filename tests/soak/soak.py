@@ -30,6 +30,7 @@ from tests.triton.server import ROOT, TritonServer
 from tests.triton.songs import CAPTION, LYRICS, STAGES, audit, sing, together
 
 CLIENTS = 3
+PEAKS = 4
 ROUND_S = 4.0
 CHECKED = {"seed": 7, "max_frames": 30}
 SONG_WITHIN_S = 240.0
@@ -214,15 +215,21 @@ def soak(server: TritonServer, *, minutes: float, seed: int) -> tuple[Readings, 
 
 
 def _peak(client: Music3Client, *, seed: int) -> None:
-    """More at once than there will be again: pools and shared memory get the size that load gives them."""
-    sizes = [310] * 8 + [40] * 16
-    for _ in range(2):
+    """More at once than there will be again: pools and shared memory get the size that load gives them.
+
+    Of many lengths, as the songs that follow: what a library keeps for the shapes that it has met is filled.
+    """
+    draw = random.Random(seed)
+    sizes = [[310] * 8 + [40] * 16]
+    for _ in range(PEAKS - 1):
+        sizes.append([draw.randint(190, 310) for _ in range(8)] + [draw.randint(1, 40) for _ in range(16)])
+    for songs in sizes:
         made = together(
             [
                 lambda frames=frames, n=n: sing(
                     client, seed=seed + n, max_frames=frames, deadline_s=SONG_WITHIN_S
                 )
-                for n, frames in enumerate(sizes)
+                for n, frames in enumerate(songs)
             ]
         )
         for result in made:
