@@ -43,10 +43,18 @@ check_shared_memory() {
   fi
 }
 
+# Three ports below those that Linux gives to clients' sockets, so that none takes one before the server has it.
 free_ports() {
-  "$VENV/bin/python" -c 'import socket
-sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-print(*(s.getsockname()[1] for s in sockets))'
+  "$VENV/bin/python" -c 'import random, socket
+ports = []
+for port in random.sample(range(20000, 32768), 1000):
+    try:
+        ports.append(socket.create_server(("127.0.0.1", port)))
+    except OSError:
+        continue
+    if len(ports) == 3:
+        break
+print(*(each.getsockname()[1] for each in ports))'
 }
 # GET /v2/health/ready without needing curl.
 server_ready() {

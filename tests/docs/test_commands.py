@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -21,6 +20,7 @@ import soundfile
 
 from python_backend_models.tiny_checkpoint import write_tiny_checkpoint
 from tests.docs.commands import ROOT, Block, all_blocks, blocks, pages, shell_commands
+from tests.ports import free_ports
 
 NO_DOCKER = "needs a container runtime, images and a GPU; tests/deploy checks the file"
 NO_CLUSTER = "needs Helm and a cluster; tests/deploy renders and lints the chart with Helm's engine"
@@ -82,14 +82,6 @@ class Place:
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def answers(url: str) -> bool:

@@ -8,13 +8,14 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -81,7 +82,7 @@ class TritonServer:
         raise RuntimeError(f"the server did not become ready; the end of its log:\n{self.log_tail()}")
 
     def _launch(self) -> None:
-        self._http_port, self._grpc_port, self._metrics_port = _free_ports(3)
+        self._http_port, self._grpc_port, self._metrics_port = free_ports(3)
         command = [str(ROOT / "build.sh"), "serve", "--checkpoint", str(self._checkpoint)]
         command += ["--http-port", str(self._http_port), "--grpc-port", str(self._grpc_port)]
         command += ["--metrics-port", str(self._metrics_port), *self._options]
@@ -106,13 +107,20 @@ class TritonServer:
         all_alive_s = time.monotonic()
         # Triton 2.51 waits for ever for a model whose process died while loading: a zombie tells.
         while time.monotonic() < deadline_s and time.monotonic() < all_alive_s + 3.0 and self.running:
-            if self.is_ready():
+            if self.is_ready() and self._has_metrics_page():
                 return True
             if all(is_alive(pid) for pid in _children(self.pid)):
                 all_alive_s = time.monotonic()
             time.sleep(0.1)
         self.kill()
         return False
+
+    def _has_metrics_page(self) -> bool:
+        # Triton opens this port last, some 40 ms after the one that tells of readiness.
+        try:
+            return "music3_" in self.metrics()
+        except (urllib.error.URLError, OSError):
+            return False
 
     def terminate(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, as a container's runtime sends it; the exit code. Raises TimeoutError when it stays."""
@@ -237,12 +245,6 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str, po
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"waited {timeout_s} s for {what}")
         time.sleep(poll_s)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _entries(folder: str) -> int:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,16 +11,9 @@ import pytest
 
 from client import Music3Client, Music3Error
 from client.probe import probe
+from tests.ports import free_ports
 from tests.triton.conftest import MakeServer
 from tests.triton.server import ROOT, wait_until
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def test_a_stop_lets_the_song_end_and_takes_no_new_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
