@@ -211,4 +211,6 @@ class FrameStep:
         hidden = self.backbone(embeddings, positions.unsqueeze(1), attend)
         state.hidden.index_copy_(0, lanes, hidden.view(-1, 2, hidden.shape[-1]))
         state.tokens.index_copy_(0, lanes, tokens + 1)
+        # The dummy's lanes attend as far as its token count says: kept at nothing, padding stays cheap.
+        state.tokens[state.dummy_slot :].zero_()
         state.drawn.index_copy_(0, lanes, state.drawn[lanes] + 1)

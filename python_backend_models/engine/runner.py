@@ -169,12 +169,13 @@ class FrameRunner:
             slots: which.
             rows: per slot its pages and its tokens including this frame's feedback.
         """
-        if self.graphs == "frame":
+        if self.graphs != "off":
             bucket = next(lanes for lanes in self.buckets if lanes >= len(slots))
-            self._frame(self._lanes(slots, bucket))
+            run = self._frame if self.graphs == "frame" else self._step
+            run(self._lanes(slots, bucket))
             return
         lanes = self._lanes(slots, len(slots))
-        if self.device.type == "cuda" or self.graphs == "depth":
+        if self.device.type == "cuda":
             self._step(lanes)
             return
         pages, lengths = zip(*rows, strict=True)
@@ -225,9 +226,13 @@ class FrameRunner:
             return _difference((eager[0],), (eager[1],), (replayed[0],), (replayed[1],))
         outcomes = []
         slots = list(range(lanes))
+        # Two pages lists, one per guidance row, and every song at another position in them: rows that wrote
+        # to the same place would leave it to the device whose value stays, and to chance whether runs agree.
+        per_row = pages_for(lanes, self.pool.page_tokens)
+        pages = (self.pool.reserve(per_row), self.pool.reserve(per_row))
         for run in (self._frame_function, self._frame):
             for slot in slots:
-                self.place(slot, seed=slot, tokens=0, pages=([], []))
+                self.place(slot, seed=slot, tokens=slot, pages=pages)
             self.state.hidden[:lanes] = self._depth_inputs(lanes)[0]
             run(self._lanes(slots, lanes))
             outcomes.append(
@@ -236,6 +241,9 @@ class FrameRunner:
                     (self.state.frames[:lanes, 0].clone(), self.state.hidden[:lanes].clone()),
                 )
             )
+        self.pool.release([*pages[0], *pages[1]])
+        for slot in slots:
+            self.place(slot, seed=0, tokens=0, pages=([], []))
         (eager_codes, eager_values), (codes, values) = outcomes
         return _difference(eager_codes, eager_values, codes, values)
 
