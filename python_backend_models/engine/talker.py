@@ -250,9 +250,11 @@ class TalkerEngine:
             self.runner.step([song.slot for song in lanes], [self._row_pages(song) for song in lanes])
             for song in lanes:
                 song.drawn += 1
-        self._read_events(lanes)
+        ended = self._read_events(lanes)
         deliveries = [delivery for song in self._songs.values() if (delivery := self._deliver(song))]
-        return deliveries, bool(prefilling or lanes or deliveries or self._unconfirmed())
+        more = prefilling or lanes or deliveries or self._unconfirmed()
+        # The pages of a song that ended may be what another waits for.
+        return deliveries, bool(more or (ended and self._somebody_waits()))
 
     def _start_waiting(self) -> None:
         """Give slots and pages to waiting songs in order; nobody overtakes one that waits for pages."""
@@ -349,7 +351,8 @@ class TalkerEngine:
 
     # -------------------------------------------------------------- results
 
-    def _read_events(self, lanes: Sequence[Song]) -> None:
+    def _read_events(self, lanes: Sequence[Song]) -> bool:
+        """Take in what the device has told of the songs; whether one of them ended."""
         live = [song for song in self._songs.values() if song.phase is Phase.LIVE]
         urgent = not lanes or any(self._at_boundary(song) for song in lanes)
         read = self._events.advance({song.key: (song.slot, song.drawn) for song in live}, urgent=urgent)
@@ -367,6 +370,10 @@ class TalkerEngine:
                 self._finish(song, stopped_at - song.plan.lead_in_frames, "stop")
             elif drawn >= song.plan.lead_in_frames + song.plan.max_frames:
                 self._finish(song, song.plan.max_frames, "length")
+        return any(song.phase is Phase.FINISHED for song in live)
+
+    def _somebody_waits(self) -> bool:
+        return any(s.phase is Phase.WAITING and not s.error for s in self._songs.values())
 
     def _at_boundary(self, song: Song) -> bool:
         emitted = song.drawn - song.plan.lead_in_frames
