@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from python_backend_models.chunking import window_latents
+from python_backend_models.chunking import window_latents, windows
 from python_backend_models.contract import WINDOW_FRAMES
 from python_backend_models.engine.acoustic import FlowEngine, FlowWindow, VocoderEngine
 from python_backend_models.networks.condition_encoder import ConditionEncoder
@@ -64,11 +64,12 @@ def vocoder_rows(bench: "Bench", *, compiled: bool) -> list[dict[str, Any]]:
     )
     channels = bench.configs["vocoder"]["latent_channels"]
     latent = torch.randn(channels, window_latents(WINDOW_FRAMES), device=bench.device)
+    crops = windows(2 * WINDOW_FRAMES)[1].crop_samples
     rows = []
     for name, switches in list(CUDNN.items())[: 1 if compiled else None]:
         with cudnn(*switches):
             rows += measured(
-                bench, f"{what}, {name}", lambda n: sound(engine.decode([latent] * n, [(0, 0)] * n))
+                bench, f"{what}, {name}", lambda n: sound(engine.decode([latent] * n, [crops] * n))
             )
     return rows
 
@@ -88,8 +89,8 @@ def flow_rows(bench: "Bench") -> list[dict[str, Any]]:
     )
     width = bench.configs["condition_encoder"]["condition_hidden_dim"] * 8
     hidden = torch.randn(WINDOW_FRAMES, width, device=bench.device)
-    windows = [FlowWindow(hidden, seed, 0, None) for seed in range(max(BATCHES))]
-    return measured(bench, what, lambda n: sound(engine.solve(windows[:n])))
+    given = [FlowWindow(hidden, seed, 0, None) for seed in range(max(BATCHES))]
+    return measured(bench, what, lambda n: sound(engine.solve(given[:n])))
 
 
 def sound(results: list[Any]) -> list[Any]:

@@ -97,9 +97,10 @@ class Music3Settings(StageSettings):
         8, "songs in the making at once; each takes one BLS thread of 32 (thread-pool-size)", least=1, most=64
     )
     windows_in_flight: int = setting(
-        16,
-        "windows with dit at once, two full batches; the others wait, first windows and old songs ahead",
-        least=1,
+        0,
+        "windows with dit at once; the others wait, first windows and old songs ahead; 0: twice what one dit "
+        "solves together, by its settings in the environment (16 on a GPU, 2 on a CPU)",
+        least=0,
     )
     waiting_songs: int = setting(256, "songs that may wait for a place; more are UNAVAILABLE", least=0)
     max_frames: int = setting(MAX_SONG_FRAMES, "longest song that is accepted", least=1, most=MAX_SONG_FRAMES)

@@ -24,9 +24,10 @@ class TraceRecorder:
         self.replays = 0
 
     def __call__(
-        self, function: TensorFunction, inputs: Sequence[Tensor]
+        self, function: TensorFunction, inputs: Sequence[Tensor], warm_up: TensorFunction
     ) -> tuple[Callable[[], object], Output]:
         with torch.no_grad():
+            warm_up(*[given.clone() for given in inputs])
             trace = make_fx(lambda *given: function(*given))(*[given.clone() for given in inputs])
             output = tree_map(torch.clone, function(*[given.clone() for given in inputs]))
 

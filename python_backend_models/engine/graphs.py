@@ -19,8 +19,9 @@ _WARM_UPS: Final = 2
 
 Output = Tensor | tuple[Tensor, ...]
 TensorFunction = Callable[..., Output]
-# Takes a function and its static inputs; returns what replays it and the static output that replaying fills.
-Recorder = Callable[[TensorFunction, Sequence[Tensor]], tuple[Callable[[], object], Output]]
+# Takes a function, its static inputs and what to run before, so that libraries are ready; returns what
+# replays the function, and the static output that replaying fills.
+Recorder = Callable[[TensorFunction, Sequence[Tensor], TensorFunction], tuple[Callable[[], object], Output]]
 _Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -32,14 +33,14 @@ class CudaRecorder:
         self._pool: Any = None
 
     def __call__(
-        self, function: TensorFunction, inputs: Sequence[Tensor]
+        self, function: TensorFunction, inputs: Sequence[Tensor], warm_up: TensorFunction
     ) -> tuple[Callable[[], object], Output]:
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
-                    function(*inputs)
+                    warm_up(*inputs)
             torch.cuda.current_stream().wait_stream(stream)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
@@ -81,10 +82,15 @@ class GraphedFunction:
     Args:
         function: of tensors only, returning one or a tuple of them; may overwrite its inputs.
         recorder: None makes every call eager.
+        warm_up: takes the same inputs and runs every kernel of the function at least once; for a function
+            that does the same many times over. By default the function itself.
     """
 
-    def __init__(self, function: TensorFunction, recorder: Recorder | None) -> None:
+    def __init__(
+        self, function: TensorFunction, recorder: Recorder | None, *, warm_up: TensorFunction | None = None
+    ) -> None:
         self._function = function
+        self._warm_up = warm_up or function
         self._recorder = recorder
         self._recordings: dict[_Signature, Recording] = {}
 
@@ -100,7 +106,7 @@ class GraphedFunction:
             return signature in self._recordings
         static = [given.clone() for given in inputs]
         try:
-            replay, output = self._recorder(self._function, static)
+            replay, output = self._recorder(self._function, static, self._warm_up)
         except RuntimeError as error:  # torch's errors of capture and of memory
             _LOG.warning("no CUDA graph for %s, running it eagerly: %s", signature, error)
             return False

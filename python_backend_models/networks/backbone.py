@@ -47,7 +47,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, *, rotary: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         queries, keys, values = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        # Both in one go: a frame on a GPU is thousands of kernels, and small ones take as long as middling ones.
+        # Both in one go: a frame on a GPU is thousands of kernels, most of them too small to fill it.
         normed = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=-2)
         queries, keys = rotate(normed, *rotary).split((self.heads, self.kv_heads), dim=-2)
         return self.o_proj(attend(layer, queries, keys, values).flatten(-2))

@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
         """`[..., width]` to the same shape and dtype."""
         if not self.round_before_scale:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # Without a weight it rounds what it normalised: two kernels on a GPU, where spelling it out takes eight.
+        # Without a weight it rounds what it normalised. Two kernels on a GPU; spelt out they are eight.
         return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps)
 
 

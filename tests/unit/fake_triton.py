@@ -294,6 +294,7 @@ class FakeServer:
 
     def __init__(self, models: Sequence[str], **parameters: Mapping[str, str]) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.traces: list[Any] = []  # of the calls, as they came
         self.configs = {model: read_config(model) for model in models}
         self.models: dict[str, Any] = {}
         self._turns = {model: threading.Lock() for model in models}
@@ -320,6 +321,7 @@ class FakeServer:
                 request.inputs().append(Tensor(name, np.array([[int(bool(flag))]], np.int32)))
             request.inputs().append(Tensor("CORRID", np.array([[request.correlation_id]], np.uint64)))
         self.calls.append((request.model_name, request.flags()))
+        self.traces.append(request.trace())
         model = self.models[request.model_name]
         with self._turns[request.model_name]:
             answers = model.execute([request])

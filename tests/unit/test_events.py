@@ -88,7 +88,7 @@ def test_songs_end_at_their_exact_frame_however_late_it_is_known(late: int) -> N
 
 @pytest.mark.parametrize("late", [0, NEVER_BY_ITSELF])
 def test_who_waits_for_pages_is_started_by_the_end_that_frees_them(late: int) -> None:
-    """Nobody asks for anything when a song that runs ahead comes to its end; the engine must go on by itself."""
+    """Nobody asks for anything when a song that runs ahead comes to its end: the engine goes on by itself."""
     first, second = plan(1, max_frames=250), plan(2, max_frames=250)
     engine = make_engine(pages=80, page_tokens=8)
     with_late_copies(engine, late=late)

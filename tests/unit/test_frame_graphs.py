@@ -125,8 +125,8 @@ def test_a_replay_that_differs_turns_graphs_off(graphs: str, caplog: pytest.LogC
     class WrongRecorder(TraceRecorder):
         """Replays, then spoils what came of it."""
 
-        def __call__(self, function, inputs):
-            replay, output = super().__call__(function, inputs)
+        def __call__(self, function, inputs, warm_up):
+            replay, output = super().__call__(function, inputs, warm_up)
 
             def wrong() -> None:
                 replay()

@@ -1,12 +1,14 @@
 """The GPU benchmark runs to its end; tried on a CPU, where its figures mean nothing."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_choices, report
+from tests.unit.test_frame_graphs import make_runner
 
 
 def test_it_runs_and_writes_its_figures(
@@ -33,6 +35,9 @@ def test_it_runs_and_writes_its_figures(
     assert {(row["graphs"], row["songs"]) for row in figures["talker"]["steps"]} == {
         (graphs, songs) for graphs in ("off", "depth", "frame") for songs in (1, 2)
     }
+    # No graphs on a CPU, and the figures say so.
+    assert {row["ran"] for row in figures["talker"]["steps"]} == {"off"}
+    assert set(figures["talker"]["depth_loop_ms"]) == {"eager", "off"}
     assert figures["talker"]["independence"]["equal"] == 8
     assert {row["precision"] for row in figures["acoustic"]["flow"]} == {"float32", "bfloat16"}
     assert [row["what"] for row in figures["acoustic"]["choices"]] == [
@@ -45,6 +50,16 @@ def test_it_runs_and_writes_its_figures(
     assert torch.backends.cudnn.enabled
     assert not torch.backends.cudnn.benchmark
     assert "Frame steps" in capsys.readouterr().out
+
+
+def test_the_memory_of_one_mode_is_there_for_the_next() -> None:
+    """A runner holds methods of its own: nothing but the collector lets go of its page pool."""
+    runner = make_runner()
+    pool = weakref.ref(runner.pool)
+    bench = gpu.Bench("cpu", size="tiny", budget_s=1, repeats=1)
+    del runner
+    gpu.release(bench)
+    assert pool() is None
 
 
 def test_what_the_budget_leaves_out_is_named(

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from python_backend_models.engine import acoustic
 from python_backend_models.engine.acoustic import FlowEngine, FlowResult, FlowWindow, VocoderEngine
@@ -75,6 +77,44 @@ def test_solve_holds_nothing_a_graph_forbids(precision: str) -> None:
         engine._euler(x, shares, prompt, pinned)
 
 
+class Kernels(TorchDispatchMode):
+    """Which operations ran, on which shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, tuple[torch.Size, ...]]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self.seen.add((str(func), tuple(each.shape for each in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_warm_up_of_a_solve_runs_all_its_kernels_once() -> None:
+    networks = make_acoustic(seed=25)
+    engine = FlowEngine(networks.encoder, networks.transformer, device="cpu", steps=7)
+    latents = torch.zeros(2, 689, 4), torch.zeros(2, 689, 16), torch.zeros(2, 172, 4)
+    pinned = torch.ones(2, 172, 1, dtype=torch.bool)
+    engine._rotary_tables(689)
+    sets = []
+    for run in (engine._first_step, engine._euler):
+        with torch.inference_mode(), Kernels() as kernels:
+            run(*[each.clone() for each in latents], pinned)
+        sets.append(kernels.seen)
+    assert sets[0] == sets[1]
+    assert len(sets[0]) > 10
+
+
+def test_a_function_is_warmed_up_by_what_was_given_for_it() -> None:
+    warmed = []
+    function = GraphedFunction(doubled, TraceRecorder(), warm_up=lambda x: warmed.append(x.shape) or x)
+    assert function.record(torch.zeros(3))
+    assert warmed == [torch.Size([3])]
+    assert function(torch.ones(3)).tolist() == [2, 2, 2]
+
+
 def test_the_watch_on_forbidden_operations_bites() -> None:
     x = torch.ones(3)
     for forbidden in (
@@ -108,7 +148,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 def test_a_changed_shape_or_type_is_refused() -> None:
-    replay, output = TraceRecorder()(doubled, [torch.zeros(3)])
+    replay, output = TraceRecorder()(doubled, [torch.zeros(3)], doubled)
     recording = Recording([torch.zeros(3)], output, replay)
     for changed in (torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(3, 1)):
         with pytest.raises(ValueError, match="recorded for"):
@@ -127,7 +167,9 @@ def test_other_shapes_run_eagerly() -> None:
 
 
 def test_a_failed_recording_is_logged_and_stays_eager(caplog: pytest.LogCaptureFixture) -> None:
-    def failing(_function: TensorFunction, _inputs: Sequence[Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def failing(
+        _function: TensorFunction, _inputs: Sequence[Tensor], _warm_up: TensorFunction
+    ) -> tuple[Callable[[], object], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     function = GraphedFunction(doubled, failing)

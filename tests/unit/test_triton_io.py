@@ -21,6 +21,7 @@ from python_backend_models.engine import acoustic  # noqa: E402
 from python_backend_models.engine.talker import SongError  # noqa: E402
 from python_backend_models.orchestrator import SongCancelledError, UnavailableError  # noqa: E402
 from python_backend_models.request import InvalidRequestError  # noqa: E402
+from python_backend_models.settings import Music3Settings, read  # noqa: E402
 from python_backend_models.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
 
 CAPTION, LYRICS = "slow piano", "[Verse] la la\nnothing but rain\n[Chorus]\noh"
@@ -95,6 +96,16 @@ def test_a_streamed_song_equals_the_offline_one(server: FakeServer, models: offl
     window = [("dit", 0), ("vocoder", 0)]
     talker = [("talker", fake_triton.START), ("talker", 0), ("talker", fake_triton.END)]
     assert server.calls == [("music3", 0), talker[0], *window, talker[1], *window, talker[2]]
+
+
+def test_every_call_of_a_song_carries_the_trace_of_its_request(server: FakeServer) -> None:
+    """So that Triton's trace of a song shows its stages below it."""
+    server.traces.clear()
+    trace = object()
+    inputs = [Tensor(name, array) for name, array in song_fields(max_frames=number(201, np.int32)).items()]
+    assert len(list(server.submit(InferenceRequest(model_name="music3", inputs=inputs, trace=trace)))) == 2
+    assert len(server.traces) == 1 + 3 + 2 + 2  # the client's; talker with the end, dit, vocoder
+    assert all(each is trace for each in server.traces)
 
 
 @pytest.mark.parametrize("frames", [1, 50])
@@ -412,6 +423,27 @@ def test_settings_come_from_the_config_and_wrong_ones_fail_the_load(checkpoint: 
         instance = fake_triton.load_model_file(model).TritonPythonModel()
         with pytest.raises(Exception, match=word):
             instance.initialize(fake_triton.initialize_arguments(model, **parameters))
+
+
+@pytest.mark.parametrize(
+    ("environment", "cuda", "places"),
+    [
+        ({}, False, 2),
+        ({}, True, 16),
+        ({"MUSIC3_DEVICE": "cpu"}, True, 2),
+        ({"MUSIC3_BATCH_WINDOWS": "2"}, True, 4),
+        ({"MUSIC3_DIT_BATCH_WINDOWS": "4"}, True, 8),
+        ({"MUSIC3_DIT_BATCH_WINDOWS": "4", "MUSIC3_WINDOWS_IN_FLIGHT": "5"}, True, 5),
+    ],
+)
+def test_windows_in_flight_are_one_batch_and_the_next(
+    environment: dict[str, str], cuda: bool, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    settings = read(Music3Settings, "music3", {})
+    assert fake_triton.load_model_file("music3").windows_in_flight(settings) == places
 
 
 def test_every_stage_boundary_has_the_same_names_and_types_on_both_sides() -> None:

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+import torch
 import triton_python_backend_utils as pb_utils
 
 from python_backend_models import metrics, sampling, triton_io
@@ -17,7 +18,7 @@ from python_backend_models.host_memory import bound_host_memory
 from python_backend_models.orchestrator import SongJob, SongReport, UnavailableError
 from python_backend_models.prompt import PromptBuilder, frame_budget
 from python_backend_models.request import FIELDS, InvalidRequestError, parse_request, take_probe
-from python_backend_models.settings import Music3Settings, read
+from python_backend_models.settings import DitSettings, Music3Settings, read
 from python_backend_models.song_line import LineCensus, SongLine
 from python_backend_models.stub_processes import StubWatch
 from python_backend_models.triton_stages import BlsStages
@@ -46,7 +47,7 @@ class TritonPythonModel:
         self._line = SongLine(
             live_songs=settings.live_songs,
             waiting_songs=settings.waiting_songs,
-            windows_in_flight=settings.windows_in_flight,
+            windows_in_flight=windows_in_flight(settings),
             stage_limit_s=settings.stage_limit_s,
             died_s=self._stubs.died_s,
             on_tick=self._tick,
@@ -132,6 +133,19 @@ class TritonPythonModel:
             return  # every ten seconds, and it says nothing about songs
         metrics.count_song(self._board, report)
         log_song(report)
+
+
+def windows_in_flight(settings: Music3Settings) -> int:
+    """Windows that may be with `dit` at once: as set, or one batch to solve and one to wait for it.
+
+    More would wait in Triton's queue, where a first window can't overtake; and a batch that Triton makes of
+    more than `dit` solves together is answered when its last window is done.
+    """
+    if settings.windows_in_flight:
+        return settings.windows_in_flight
+    dit = read(DitSettings, "dit", {})
+    on_cpu = dit.device == "cpu" or not torch.cuda.is_available()
+    return 2 * (1 if on_cpu else dit.batch_windows)
 
 
 def log_song(report: SongReport) -> None:
