@@ -1,17 +1,23 @@
-"""Fidelity: parity tests record what they compared; `MUSIC3_WRITE_FIDELITY=1` writes docs/fidelity.md."""
+"""Fidelity: parity tests record what they compared; a run of this whole folder alone writes docs/fidelity.md.
 
-import os
+A run of all tests leaves the file and fails if it is not of what was compared.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
+HERE = Path(__file__).resolve().parent
+TABLE = HERE.parents[1] / "docs" / "fidelity.md"
+HOW_TO_WRITE = "./build.sh test tests/parity writes it"
 INTRODUCTION = """# Fidelity
 
 What was compared with code that others wrote, and how close it came. Written by
-`MUSIC3_WRITE_FIDELITY=1 ./build.sh test tests/parity`; the same tests fail where a tolerance is exceeded.
+`./build.sh test tests/parity`, whose tests fail where a tolerance is exceeded.
 Errors are absolute unless the note says otherwise.
 """
 
@@ -81,6 +87,7 @@ class Fidelity:
 
 
 _collected = Fidelity()
+_whole = True
 
 
 @pytest.fixture(scope="session")
@@ -89,8 +96,50 @@ def fidelity() -> Fidelity:
     return _collected
 
 
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Remember that a run is not whole."""
+    global _whole
+    _whole = False
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the table, but only from a run in which everything held."""
-    if os.environ.get("MUSIC3_WRITE_FIDELITY") == "1" and exitstatus == 0 and _collected.rows:
+    """After a whole run in which everything held: write the table, or hold it against what was compared."""
+    if exitstatus != 0 or not _is_whole(session):
+        return
+    if {Path(argument).resolve() for argument in session.config.args} == {HERE}:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(_collected.markdown(), encoding="utf-8")
+    elif differences := stale(TABLE.read_text(encoding="utf-8"), _collected):
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        for line in ("docs/fidelity.md is not what these tests compare:", *differences, HOW_TO_WRITE):
+            reporter.write_line(line, red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _is_whole(session: pytest.Session) -> bool:
+    """Whether every test of this folder was in the run."""
+    collected = {item.path for item in session.items}
+    parts = any("::" in argument for argument in session.config.args)
+    return _whole and not parts and collected >= set(HERE.glob("test_*.py"))
+
+
+def stale(table: str, compared: Fidelity) -> list[str]:
+    """Rows that a table has too many (-) or lacks (+).
+
+    Errors are left aside, and notes, which may hold some: they differ from machine to machine.
+    """
+
+    def rows(text: str) -> Counter[str]:
+        section, found = "", Counter[str]()
+        for line in text.splitlines():
+            section = line if line.startswith("## ") else section
+            if line.startswith("| "):
+                cells = line.split(" | ")
+                found[" | ".join([section, *cells[:3], cells[4]])] += 1
+        return found
+
+    written, wanted = rows(table), rows(compared.markdown())
+    return [f"- {row}" for row in (written - wanted).elements()] + [
+        f"+ {row}" for row in (wanted - written).elements()
+    ]
