@@ -104,6 +104,12 @@ cmd_serve() {
     --disable-auto-complete-config
   )
   have_nvidia_gpu || arguments+=(--allow-gpu-metrics false)
+  # A song holds a thread of the Python backend while it waits for a stage, and its chunks leave through others.
+  local songs="${MUSIC3_MUSIC3_LIVE_SONGS:-${MUSIC3_LIVE_SONGS:-8}}"
+  if [[ "$songs" =~ ^[0-9]{1,2}$ && "$*" != *thread-pool-size* ]]; then
+    songs="$((2 * 10#$songs + 16))"
+    arguments+=("--backend-config=python,thread-pool-size=$((songs > 32 ? songs : 32))")
+  fi
   export MUSIC3_CHECKPOINT="$checkpoint"
   # Of the server's own process, which keeps twice the memory otherwise; the models see to theirs.
   export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"

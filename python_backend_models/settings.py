@@ -94,7 +94,11 @@ class Music3Settings(StageSettings):
         PROFILES[0], "whose rules decide lead-in frame, draw seed and 16-bit rounding", choices=PROFILES
     )
     live_songs: int = setting(
-        8, "songs in the making at once; each takes one BLS thread of 32 (thread-pool-size)", least=1, most=64
+        8,
+        "songs in the making at once; each takes a thread of the Python backend (thread-pool-size, which serve "
+        "sets by this value in the environment)",
+        least=1,
+        most=64,
     )
     windows_in_flight: int = setting(
         0,

@@ -285,20 +285,32 @@ class SongLine:
             probes, idle = list(self._probes), not self._live and not self._waiting
             heard = self._sound_at_s is not None and time.monotonic() - self._sound_at_s < _FRESH_S
         for run in probes:
-            gone = not heard and run.listener.cancelled()
-            if not (heard or idle or gone):
-                continue
-            with self._changed:
-                if run not in self._probes:
+            error: Exception | None = None
+            taken = False
+            try:
+                gone = not heard and run.listener.cancelled()
+                if not (heard or idle or gone):
                     continue
-                self._probes.remove(run)
-            if gone:
-                self._finish(run, SongCancelledError("the client no longer waits for the probe's answer"))
-            elif heard:
-                run.listener.chunk(torch.empty(0, 2), frames_done=0, job=run.job, finish_reason=PROBE_ANSWER)
-                self._finish(run, None)
-            else:
-                try:
+                if not (taken := self._take_probe(run)):
+                    continue
+                if gone:
+                    error = SongCancelledError("the client no longer waits for the probe's answer")
+                elif heard:
+                    run.listener.chunk(
+                        torch.empty(0, 2), frames_done=0, job=run.job, finish_reason=PROBE_ANSWER
+                    )
+                else:
                     self._enqueue(run)
-                except UnavailableError as error:
-                    self._finish(run, error)
+                    continue
+            except Exception as caught:  # this probe's own end: the others still get their answers
+                error, taken = caught, taken or self._take_probe(run)
+            if taken:
+                self._finish(run, error)
+
+    def _take_probe(self, run: SongRun) -> bool:
+        """Take a probe out of those that wait; False if another thread answers it."""
+        with self._changed:
+            found = run in self._probes
+            if found:
+                self._probes.remove(run)
+            return found

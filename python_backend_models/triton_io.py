@@ -43,13 +43,16 @@ class _ServerLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = pb_utils.Logger
-        text = self.format(record)
-        if record.levelno >= logging.ERROR:
-            logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            logger.log_warn(text)
-        else:
-            logger.log_info(text)
+        try:
+            text = self.format(record)
+            if record.levelno >= logging.ERROR:
+                logger.log_error(text)
+            elif record.levelno >= logging.WARNING:
+                logger.log_warn(text)
+            else:
+                logger.log_info(text)
+        except Exception:  # as logging's own handlers: what can't be logged must not stop what logs
+            self.handleError(record)
 
 
 def start_logging() -> None:
@@ -277,7 +280,11 @@ class SongListener:
         self.trace = request.trace()
 
     def cancelled(self) -> bool:
-        return self._sender.is_cancelled()
+        """Whether nobody listens any more; also once the stream has ended."""
+        # The server frees a request with its final response and doesn't check whom a later question is about
+        # (python_backend 24.10), so the two must not overlap.
+        with self._lock:
+            return self._closed or self._sender.is_cancelled()
 
     def chunk(self, audio: Tensor, *, frames_done: int, job: SongJob, finish_reason: str | None) -> None:
         tensors = [
@@ -302,8 +309,12 @@ class SongListener:
             self._closed = True
             if error is None:
                 self._sender.send(flags=_FINAL)
-            else:
+                return
+            try:
                 send_error(self._sender, error)
+            except Exception:
+                self._sender.send(flags=_FINAL)  # better an end without a reason than none
+                raise
 
     def _audio(self, samples: np.ndarray[Any, Any]) -> list[Any]:
         if self._encoding == "f32":

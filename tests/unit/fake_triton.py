@@ -137,6 +137,7 @@ class ResponseSender:
                 self.responses.put(None)
 
     def is_cancelled(self) -> bool:
+        assert not self.final, "a question about a request that the server has freed"
         return self.cancelled
 
     def __iter__(self) -> Iterator[InferenceResponse]:

@@ -288,12 +288,36 @@ def test_serve_runs_the_server_in_its_place_on_localhost(machine: Machine, tmp_p
         f"first on PATH {machine.root}/.venv/bin",
     ]
     given = lines[3:]
+    assert "--backend-config=python,thread-pool-size=32" in given
+    given.remove("--backend-config=python,thread-pool-size=32")
     options = dict(zip(given[:-1:2], given[1:-1:2], strict=False))
     for door, port in (("http", "11"), ("grpc", "12"), ("metrics", "13")):
         assert options[f"--{door}-address"] == "127.0.0.1"
         assert options[f"--{door}-port"] == port
     assert options["--model-repository"] == f"{machine.root}/model_repository"
     assert given[-1] == "--log-verbose=1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "sizes"),
+    [
+        ({"MUSIC3_LIVE_SONGS": "8"}, [], ["32"]),
+        ({"MUSIC3_LIVE_SONGS": "40"}, [], ["96"]),
+        ({"MUSIC3_LIVE_SONGS": "40", "MUSIC3_MUSIC3_LIVE_SONGS": "09"}, [], ["34"]),
+        ({"MUSIC3_LIVE_SONGS": "many"}, [], []),  # the load says what is wrong with it
+        ({"MUSIC3_LIVE_SONGS": "40"}, ["--backend-config=python,thread-pool-size=70"], ["70"]),
+    ],
+)
+def test_the_backend_has_threads_for_all_songs(
+    machine: Machine, tmp_path: Path, environment: dict[str, str], own: list[str], sizes: list[str]
+) -> None:
+    """Beyond 32 threads songs would wait for each other's calls, and chunks for both."""
+    machine.stub("tritonserver", SERVER)
+    machine.stub("python3", PYTHON)
+    (tmp_path / "weights").mkdir()
+    machine.environment |= environment
+    done = machine.run("serve", "--checkpoint", str(tmp_path / "weights"), "--", *own)
+    assert re.findall(r"thread-pool-size=(\d+)", done.stdout) == sizes
 
 
 @pytest.mark.parametrize(

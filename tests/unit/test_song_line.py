@@ -385,6 +385,38 @@ def test_a_probe_nobody_waits_for_is_dropped(make_line: MakeLine) -> None:
     gate.opened.set()
 
 
+class Mute(FakeListener):
+    """A client that can't be sent anything, or can't even be asked about."""
+
+    def __init__(self, *, asked: bool = True) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def cancelled(self) -> bool:
+        if not self.asked:
+            raise RuntimeError("no answer")
+        return False
+
+    def chunk(self, *_: object, **__: object) -> None:
+        raise RuntimeError("no shared memory")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_probe_that_can_not_be_answered_ends_and_harms_no_other(make_line: MakeLine, asked: bool) -> None:
+    gate, line = Gate("decode"), make_line()
+    submit(line, gate)
+    gate.wait()
+    mute = Mute(asked=asked)
+    line.probe(job("mute", frames=1, probe=True), FakeStages(), mute)
+    _, listener = probe(line)
+    gate.opened.set()
+    until(lambda: listener.closed and mute.closed)
+    assert listener.closed == [None]
+    assert listener.chunks == [(0, 0, PROBE_ANSWER)]
+    assert len(mute.closed) == 1
+    assert isinstance(mute.closed[0], RuntimeError)
+
+
 def test_songs_do_not_fight_over_cores(make_line: MakeLine) -> None:
     threads: list[int] = []
     torch.set_num_threads(3)

@@ -84,7 +84,7 @@ class TritonPythonModel:
 
     def _accept(self, request: pb_utils.InferenceRequest, sender: object) -> None:
         fields = {name: triton_io.to_numpy(request, name) for name in FIELDS}
-        parameters = json.loads(request.parameters() or "{}")
+        parameters = read_parameters(request)
         probe = take_probe(parameters)
         song = parse_request(fields, parameters, profile=self._settings.profile)
         prompt = self._prompts.build(song.caption, song.lyrics)
@@ -133,6 +133,18 @@ class TritonPythonModel:
             return  # every ten seconds, and it says nothing about songs
         metrics.count_song(self._board, report)
         log_song(report)
+
+
+def read_parameters(request: pb_utils.InferenceRequest) -> dict[str, object]:
+    """The request's own parameters, such as those beside the inputs in the body of `generate_stream`.
+
+    Raises:
+        InvalidRequestError: a name or a text is not UTF-8, which Triton lets through.
+    """
+    try:
+        return json.loads(request.parameters() or "{}")
+    except UnicodeDecodeError:
+        raise InvalidRequestError("parameters: not valid UTF-8") from None
 
 
 def windows_in_flight(settings: Music3Settings) -> int:
