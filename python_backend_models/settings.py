@@ -95,8 +95,8 @@ class Music3Settings(StageSettings):
     )
     live_songs: int = setting(
         8,
-        "songs in the making at once; each takes a thread of the Python backend (thread-pool-size, which serve "
-        "sets by this value in the environment)",
+        "songs in the making at once; each takes a thread of the Python backend (thread-pool-size, which "
+        "serve sets by this value in the environment)",
         least=1,
         most=64,
     )
