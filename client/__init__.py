@@ -1,8 +1,9 @@
 """Client of the `music3` model: a library (sync and asyncio) and a command line.
 
     with Music3Client("localhost:8001") as client:
-        for chunk in client.stream(caption, lyrics, seed=7):
-            chunk.audio  # float32 [samples, 2] at chunk.sample_rate_hz
+        with client.stream(caption, lyrics, seed=7) as song:
+            for chunk in song:
+                chunk.audio  # float32 [samples, 2] at chunk.sample_rate_hz
 
 Needs tritonclient[grpc], numpy, rich and soundfile; nothing of the server's side.
 """

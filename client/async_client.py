@@ -4,8 +4,11 @@ One connection, one stream per song. Cancelling the task that iterates over a so
 """
 
 import asyncio
+import contextlib
+import functools
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator
 from types import TracebackType
 
@@ -14,17 +17,23 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client import wire
 from client.errors import Cancelled, ServerUnavailable
+from client.music3_client import LAST_WORD_S
 from client.wire import AudioEncoding, Chunk, Song, SongProgress, SongReader
 
 
 class AsyncSongStream(AsyncIterator[Chunk]):
-    """A song on its way: `async for chunk in song`. Made by `AsyncMusic3Client.stream`."""
+    """A song on its way: `async for chunk in song`. Made by `AsyncMusic3Client.stream`, in a running loop.
+
+    Leaving an `async with` block early, `cancel`, or dropping the song stops it on the server.
+    """
 
     def __init__(
         self, client: "AsyncMusic3Client", call: grpc.aio.UnaryStreamCall, reader: SongReader
     ) -> None:
         self._client, self._call, self._reader = client, call, reader
+        self._loop = asyncio.get_running_loop()
         self._cancelled = self._ended = False
+        client._songs.add(weakref.ref(self, client._songs.discard))
 
     @property
     def progress(self) -> SongProgress:
@@ -69,7 +78,17 @@ class AsyncSongStream(AsyncIterator[Chunk]):
 
     def _end(self) -> None:
         self._ended = True
-        self._client._songs.discard(self)
+        self._client._songs.discard(weakref.ref(self))
+
+    def __del__(self) -> None:
+        if self._ended:
+            return
+        act = self._call.cancel
+        if self._reader.finish_reason is not None:
+            act = functools.partial(self._client._read_out, self._call)
+        # Any thread may free a song, but its call is the loop's. Where that is closed, the call is as well.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(act)
 
     async def __aenter__(self) -> "AsyncSongStream":
         return self
@@ -100,7 +119,8 @@ class AsyncMusic3Client:
             self._channel = grpc.aio.insecure_channel(target, wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._ask = wire.song_method(self._channel)
-        self._songs: set[AsyncSongStream] = set()
+        self._songs: set[weakref.ref[AsyncSongStream]] = set()  # weak: one that nobody holds any more ends
+        self._endings: set[asyncio.Task[None]] = set()
 
     def stream(
         self,
@@ -128,9 +148,7 @@ class AsyncMusic3Client:
             audio_encoding=audio_encoding, url=self.url, model=self.model, request_id=request_id
         )
         call = self._ask(request, timeout=deadline_s)
-        song = AsyncSongStream(self, call, reader)
-        self._songs.add(song)
-        return song
+        return AsyncSongStream(self, call, reader)
 
     async def generate(self, caption: str, lyrics: str, **options: object) -> Song:
         """A whole song at once: the chunks of `stream` (same options) put together."""
@@ -139,8 +157,10 @@ class AsyncMusic3Client:
 
     def cancel(self) -> None:
         """Cancel every song of this client that is on its way."""
-        for song in list(self._songs):
-            song.cancel()
+        for reference in list(self._songs):
+            song = reference()
+            if song is not None:
+                song.cancel()
 
     async def check_ready(self, *, timeout_s: float = 5.0) -> None:
         """Raises ServerUnavailable unless the server answers and says that the model is ready."""
@@ -166,7 +186,22 @@ class AsyncMusic3Client:
     async def close(self) -> None:
         """Cancel what is on its way and close the connection."""
         self.cancel()
+        await asyncio.sleep(0)  # what songs dropped just now have left for the loop to do
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=LAST_WORD_S)
         await self._channel.close()
+
+    def _read_out(self, call: grpc.aio.UnaryStreamCall) -> None:
+        """Reads what is left of a whole song's stream, in a task of its own."""
+
+        async def read() -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+
+        ending = asyncio.get_running_loop().create_task(read())
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
 
     async def __aenter__(self) -> "AsyncMusic3Client":
         return self

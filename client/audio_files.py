@@ -4,7 +4,9 @@
 file of what had arrived. `.flac`, `.ogg` and `.mp3` go through libsndfile and are whole once closed.
 """
 
+import contextlib
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
@@ -29,7 +31,8 @@ _UNKNOWN_BYTES: Final = 0xFFFF_FFFF
 
 
 class AudioSink(Protocol):
-    """Where a song's chunks go. `write` takes `[samples, 2]` int16 or float32."""
+    """Where a song's chunks go. `write` takes `[samples, 2]` int16 or float32. It raises OSError, and so does
+    `close`, which may be the first to find the disk full."""
 
     samples: int
 
@@ -52,6 +55,15 @@ def encoding_for(path: Path, *, float_wav: bool = False) -> AudioEncoding:
     if ending == ".flac" or (ending == ".wav" and not float_wav):
         return "s16"
     return "f32"
+
+
+def encoding_in(path: Path) -> AudioEncoding:
+    """What was asked for to make this file, by what is in it. Raises OSError where it can't be read."""
+    try:
+        float_wav = soundfile.info(path).subtype == "FLOAT"
+    except soundfile.SoundFileError as error:
+        raise OSError(f"{path}: {error}") from None
+    return encoding_for(path, float_wav=float_wav)
 
 
 def open_sink(path: Path, *, sample_rate_hz: int, dtype: np.dtype) -> AudioSink:
@@ -120,21 +132,81 @@ def _chunk(name: bytes, body: bytes) -> bytes:
 class _SoundFileWriter:
     def __init__(self, path: Path, ending: str, sample_rate_hz: int) -> None:
         self.samples = 0
+        self._path, self._disk = path, _Disk(path)
         kind, subtype = _SOUNDFILE_FORMATS[ending]
         try:
-            self._file = soundfile.SoundFile(
-                path, "w", samplerate=sample_rate_hz, channels=CHANNELS, format=kind, subtype=subtype
-            )
-        except soundfile.LibsndfileError as error:
-            raise OSError(f"{path}: {error}") from None
+            with self._errors():
+                self._file = soundfile.SoundFile(
+                    self._disk,
+                    "w",
+                    samplerate=sample_rate_hz,
+                    channels=CHANNELS,
+                    format=kind,
+                    subtype=subtype,
+                )
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._disk.close()
+            raise
 
     def write(self, audio: np.ndarray) -> None:
-        try:
+        with self._errors():
             for start in range(0, len(audio), _BLOCK_SAMPLES):
                 self._file.write(audio[start : start + _BLOCK_SAMPLES])
-        except soundfile.LibsndfileError as error:
-            raise OSError(f"{self._file.name}: {error}") from None
         self.samples += len(audio)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            with self._errors():
+                self._file.close()
+        finally:
+            self._disk.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns what goes wrong inside into an OSError that names the file."""
+        try:
+            yield
+        except (soundfile.SoundFileError, AssertionError) as error:  # the latter: less was written than given
+            reason = self._disk.error or OSError(f"{self._path}: {error}")
+            raise reason from None
+        if self._disk.error is not None:
+            raise self._disk.error
+
+
+class _Disk:
+    """The file under libsndfile, which writes through this: it says little of why a write failed, and nothing
+    of one that fails while it closes. `error` is the first that there was."""
+
+    def __init__(self, path: Path) -> None:
+        self.error: OSError | None = None
+        self._path = path
+        self._file = path.open("wb")
+
+    def write(self, data: bytes) -> int:
+        return self._try(lambda: self._file.write(data))
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._try(lambda: self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return self._try(self._file.tell)
+
+    def close(self) -> None:
+        """Raises OSError for what could not be written, unless an earlier error was the same."""
+        try:
+            self._file.close()
+        except OSError as error:
+            if self.error is None:
+                raise self._named(error) from None
+
+    def _try(self, act: Callable[[], int]) -> int:
+        # Called by C code, where an exception would end on standard error and go no further.
+        try:
+            return act()
+        except OSError as error:
+            self.error = self.error or self._named(error)
+            return 0
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self._path))

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from client.audio_files import AudioSink, encoding_for, open_sink
+from client.audio_files import AudioSink, encoding_for, encoding_in, open_sink
 from client.errors import Cancelled, Music3Error, ServerUnavailable
 from client.music3_client import Music3Client, SongStream
 from client.player import Player, Program
-from client.wire import Chunk
+from client.wire import AudioEncoding, Chunk
 
 _FIRST_RETRY_S: Final = 1.0
 _LONGEST_RETRY_S: Final = 30.0
@@ -48,15 +48,24 @@ class Job:
         """Where a resumable job says what its song was made from."""
         return self.path.with_suffix(self.path.suffix + ".json")
 
+    @property
+    def audio_encoding(self) -> AudioEncoding:
+        """What to ask the server for."""
+        return encoding_for(self.path, float_wav=self.float_wav)
+
     def done(self) -> bool:
-        """Whether the song of exactly this request is there from an earlier run."""
+        """Whether the song of exactly this request and sample format is there from an earlier run."""
         if not (self.resumable and self.path.exists() and self.note_path.exists()):
             return False
         try:
             note = json.loads(self.note_path.read_text(encoding="utf-8"))
-        except ValueError:
+            if not isinstance(note, dict) or note.get("request") != asdict(self.request):
+                return False
+            # Notes did not always say it; then the file does.
+            found = note["audio_encoding"] if "audio_encoding" in note else encoding_in(self.path)
+            return found == self.audio_encoding
+        except (OSError, ValueError):
             return False
-        return isinstance(note, dict) and note.get("request") == asdict(self.request)
 
 
 @dataclass
@@ -176,7 +185,7 @@ class Runner:
             job.request.lyrics,
             seed=job.request.seed,
             max_frames=job.request.max_frames,
-            audio_encoding=encoding_for(job.path, float_wav=job.float_wav),
+            audio_encoding=job.audio_encoding,
             deadline_s=self._deadline_s,
         ) as song:
             # Looked at after the song is known to the client: so `stop` either sees it or is seen here.
@@ -224,6 +233,7 @@ def _keep(outcome: Outcome, written: Path) -> None:
     job = outcome.job
     note = {
         "request": asdict(job.request),
+        "audio_encoding": job.audio_encoding,
         "frames": outcome.frames,
         "samples": outcome.samples,
         "sample_rate_hz": outcome.sample_rate_hz,

@@ -4,11 +4,16 @@ All songs of a client share one connection, and each has a stream of its own on 
 stream at a time, so this is what lets one song be cancelled and the others go on. Calls are thread-safe.
 """
 
+import contextlib
+import sys
+import threading
 import time
 import uuid
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Final
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -17,17 +22,22 @@ from client import wire
 from client.errors import Cancelled, ServerUnavailable
 from client.wire import AudioEncoding, Chunk, Song, SongProgress, SongReader
 
+# How long closing a client waits for the ends of streams whose songs are whole: the last word is on its way.
+LAST_WORD_S: Final = 5.0
+
 
 class SongStream(Iterator[Chunk]):
     """A song on its way: iterate over it for its chunks. Made by `Music3Client.stream`.
 
-    Leaving a `with` block early, or `cancel`, stops the song on the server.
+    Leaving a `with` block early, or `cancel`, stops the song on the server. So does dropping the song, as a
+    `break` out of `for chunk in client.stream(...)` does, once Python frees it; `with` says when.
     `progress` says what has arrived so far.
     """
 
     def __init__(self, client: "Music3Client", call: grpc.Call, reader: SongReader) -> None:
         self._client, self._call, self._reader = client, call, reader
         self._cancelled = self._ended = False
+        client._songs.add(weakref.ref(self, client._songs.discard))
 
     @property
     def progress(self) -> SongProgress:
@@ -69,7 +79,17 @@ class SongStream(Iterator[Chunk]):
 
     def _end(self) -> None:
         self._ended = True
-        self._client._songs.discard(self)
+        self._client._songs.discard(weakref.ref(self))
+
+    def __del__(self, *, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._ended:
+            return
+        # While Python ends a new thread would not run, and starting one may wait for it for ever.
+        if self._reader.finish_reason is None or python_ends():
+            self._call.cancel()
+        else:
+            # All sound is here: the stream is to be read to its end, but nobody may be kept waiting here.
+            self._client._read_out(self._call)
 
     def __enter__(self) -> "SongStream":
         return self
@@ -102,7 +122,10 @@ class Music3Client:
             self._channel = grpc.insecure_channel(target, wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._ask = wire.song_method(self._channel)
-        self._songs: set[SongStream] = set()
+        # Weak, so that a song which nobody holds any more ends. Not a WeakSet: that can't be listed while
+        # another thread adds to it.
+        self._songs: set[weakref.ref[SongStream]] = set()
+        self._endings: set[threading.Thread] = set()
 
     def stream(
         self,
@@ -136,9 +159,7 @@ class Music3Client:
             audio_encoding=audio_encoding, url=self.url, model=self.model, request_id=request_id
         )
         call = self._ask(request, timeout=deadline_s)
-        song = SongStream(self, call, reader)
-        self._songs.add(song)
-        return song
+        return SongStream(self, call, reader)
 
     def generate(self, caption: str, lyrics: str, **options: object) -> Song:
         """A whole song at once: the chunks of `stream` (same options) put together."""
@@ -147,8 +168,10 @@ class Music3Client:
 
     def cancel(self) -> None:
         """Cancel every song of this client that is on its way."""
-        for song in list(self._songs):
-            song.cancel()
+        for reference in list(self._songs):
+            song = reference()
+            if song is not None:
+                song.cancel()
 
     def check_ready(self, *, timeout_s: float = 5.0) -> None:
         """Raises ServerUnavailable unless the server answers and says that the model is ready."""
@@ -174,7 +197,24 @@ class Music3Client:
     def close(self) -> None:
         """Cancel what is on its way and close the connection."""
         self.cancel()
+        deadline_s = time.monotonic() + LAST_WORD_S
+        for ending in list(self._endings):
+            ending.join(max(0.0, deadline_s - time.monotonic()))
         self._channel.close()
+
+    def _read_out(self, call: grpc.Call) -> None:
+        """Reads what is left of a whole song's stream, in a thread of its own."""
+
+        def read() -> None:
+            try:
+                with contextlib.suppress(grpc.RpcError):
+                    deque(call, maxlen=0)
+            finally:
+                self._endings.discard(ending)
+
+        ending = threading.Thread(target=read, name="song's end", daemon=True)
+        self._endings.add(ending)
+        ending.start()
 
     def __enter__(self) -> "Music3Client":
         return self

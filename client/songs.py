@@ -7,15 +7,16 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from client.audio_files import format_of
 from client.errors import InvalidRequest
 from client.jobs import Job, Request
-from python_backend_models.contract import FRAME_RATE_HZ
+from python_backend_models.contract import FRAME_RATE_HZ, MAX_SONG_FRAMES
 
 _BATCH_KEYS: Final = ("name", "caption", "lyrics", "seed", "takes", "max_frames", "seconds", "format")
 _MAX_TAKES: Final = 10_000
+_MAX_SECONDS: Final = MAX_SONG_FRAMES / FRAME_RATE_HZ
 
 
 def read_text(field: str, value: str) -> str:
@@ -46,7 +47,15 @@ def _decode(what: str, raw: bytes) -> str:
 
 
 def frames_for(seconds: float) -> int:
-    """The frame cap for a length in seconds: 25 frames a second, at least one."""
+    """The frame cap for a length in seconds: 25 frames a second, at least one.
+
+    Raises InvalidRequest unless it is more than 0 and no longer than a song can be.
+    """
+    # True is an int, and NaN is in no range.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MAX_SECONDS:
+        raise InvalidRequest(
+            f"seconds: {seconds!r} is out of range; allowed: a number above 0, at most {_MAX_SECONDS:g}"
+        )
     return max(1, round(seconds * FRAME_RATE_HZ))
 
 
@@ -91,7 +100,8 @@ def batch(path: Path, *, out_dir: Path, audio_format: str, float_wav: bool) -> l
     on the command line), `takes`, `max_frames` or `seconds`, `format`. Blank lines are left out."""
     jobs: list[Job] = []
     seen: dict[Path, int] = {}
-    for number, line in enumerate(read_file("batch", path).splitlines(), start=1):
+    # Not splitlines: JSON allows U+2028, U+0085 and others within a text, where that would break the line.
+    for number, line in enumerate(read_file("batch", path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -145,14 +155,12 @@ def _batch_line(line: str, number: int, out_dir: Path, audio_format: str, float_
     ]
 
 
-def _batch_frames(song: dict[str, object]) -> int | None:
+def _batch_frames(song: dict[str, Any]) -> int | None:
     frames, seconds = song.get("max_frames"), song.get("seconds")
     if frames is not None and seconds is not None:
         raise InvalidRequest("seconds: give either max_frames or seconds")
     if seconds is not None:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise InvalidRequest(f"seconds: {seconds!r} is not a number")
-        return frames_for(seconds)
+        return frames_for(seconds)  # whatever JSON has there: it refuses what is no number
     if frames is not None and not _is_whole(frames):
         raise InvalidRequest(f"max_frames: {frames!r} is not a whole number")
     return frames

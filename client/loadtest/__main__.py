@@ -18,7 +18,13 @@ def parser() -> argparse.ArgumentParser:
         prog="loadtest",
         description="Load a server with perf_analyzer over gRPC streaming and report what listeners get.",
     )
-    made.add_argument("--url", default="localhost:8001", help="of the gRPC door (default %(default)s)")
+    made.add_argument(
+        "--url",
+        default="localhost:8001",
+        help="of one server's gRPC door (default %(default)s), not of a balancer: perf_analyzer sends all "
+        "songs of a client on one gRPC stream (beyond 16 clients they share streams), and up to six streams "
+        "on one connection; a balancer picks a server for a stream or a connection, so songs don't spread",
+    )
     made.add_argument("--model", default="music3", help="default %(default)s")
     made.add_argument(
         "--concurrency", type=_levels, default=[1, 2, 4, 8], metavar="N,N,...", help="default 1,2,4,8"

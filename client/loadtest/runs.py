@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-FRAME_RATE_HZ: Final = 25
+from client.errors import InvalidRequest
+from client.songs import frames_for
+
 ENCODING: Final = "s16_base64"
 SHIPPED_INPUTS: Final = Path(__file__).with_name("inputs.json")
 _SHOWN_LINES: Final = 15
@@ -45,7 +47,8 @@ def write_inputs(source: Path, target: Path, *, seconds: float | None) -> int:
         how many songs there are.
 
     Raises:
-        RunError: the file isn't perf_analyzer's input format with captions and lyrics.
+        RunError: the file isn't perf_analyzer's input format with captions and lyrics, or no song can be
+            that long.
     """
     try:
         songs: list[dict[str, Any]] = json.loads(source.read_text(encoding="utf-8"))["data"]
@@ -55,7 +58,10 @@ def write_inputs(source: Path, target: Path, *, seconds: float | None) -> int:
         raise RunError(
             f'{source}: not {{"data": [{{"caption": [...], "lyrics": [...]}}]}} ({error})'
         ) from error
-    frames = {} if seconds is None else {"max_frames": [max(1, round(seconds * FRAME_RATE_HZ))]}
+    try:
+        frames = {} if seconds is None else {"max_frames": [frames_for(seconds)]}
+    except InvalidRequest as error:
+        raise RunError(str(error)) from None
     prepared = [song | frames | {"audio_encoding": [ENCODING]} for song in songs]
     target.write_text(json.dumps({"data": prepared}, ensure_ascii=False), encoding="utf-8")
     return len(songs)

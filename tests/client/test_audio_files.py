@@ -1,5 +1,6 @@
 """Files read back with libsndfile, an implementation that wrote none of the WAVs."""
 
+import errno
 import io
 import itertools
 import subprocess
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client import InvalidRequest
-from client.audio_files import FORMATS, WavWriter, encoding_for, open_sink
+from client.audio_files import FORMATS, WavWriter, encoding_for, encoding_in, open_sink
 
 RATE_HZ = 32_000
 
@@ -44,7 +45,7 @@ def test_wav_is_whole_after_every_chunk(tmp_path: Path, dtype: str, subtype: str
     np.testing.assert_array_equal(soundfile.read(path, dtype=dtype)[0], sound)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(0, 300), max_size=6))
 def test_wav_agrees_with_the_standard_library(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
@@ -124,3 +125,53 @@ def test_place_that_cannot_be_written_is_an_oserror(tmp_path: Path, ending: str)
     (tmp_path / f"song{ending}").mkdir()
     with pytest.raises(OSError, match="song"):
         open_sink(tmp_path / f"song{ending}", sample_rate_hz=RATE_HZ, dtype=np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("samples", [2000, 128_000])
+@pytest.mark.parametrize("ending", FORMATS)
+def test_full_disk_is_an_oserror_at_the_latest_when_closed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str, samples: int
+) -> None:
+    """libsndfile itself says nothing of what it fails to write while it closes."""
+    path = tmp_path / f"song{ending}"
+    path.symlink_to("/dev/full")
+    dtype = np.dtype(np.int16 if encoding_for(path) == "s16" else np.float32)
+    with pytest.raises(OSError, match="No space left on device") as raised:  # noqa: PT012 - any may be first
+        sink = open_sink(path, sample_rate_hz=RATE_HZ, dtype=dtype)
+        try:
+            sink.write(noise(samples, dtype.name))
+        finally:
+            sink.close()
+    assert raised.value.errno == errno.ENOSPC
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("step", ["write", "close"])
+def test_what_libsndfile_finds_wrong_is_an_oserror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    done = getattr(soundfile.SoundFile, step)
+
+    def fail(*arguments: object) -> None:
+        done(*arguments)
+        raise soundfile.LibsndfileError(2)
+
+    sink = open_sink(tmp_path / "song.ogg", sample_rate_hz=RATE_HZ, dtype=np.dtype(np.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(soundfile.SoundFile, step, fail)
+        with pytest.raises(OSError, match=r"song\.ogg: System error"):
+            sink.write(noise(2000, "float32")) if step == "write" else sink.close()
+    if step == "write":
+        sink.close()
+
+
+def test_what_a_file_was_asked_as_is_told_by_the_file(tmp_path: Path) -> None:
+    for ending, dtype in ((".wav", "int16"), (".wav", "float32"), (".flac", "int16"), (".ogg", "float32")):
+        path = tmp_path / f"{dtype}{ending}"
+        sink = open_sink(path, sample_rate_hz=RATE_HZ, dtype=np.dtype(dtype))
+        sink.write(noise(2000, dtype))
+        sink.close()
+        assert encoding_in(path) == ("s16" if dtype == "int16" else "f32")
+    (tmp_path / "empty.wav").touch()
+    with pytest.raises(OSError, match=r"empty\.wav"):
+        encoding_in(tmp_path / "empty.wav")

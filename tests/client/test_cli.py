@@ -90,9 +90,9 @@ def test_interrupt_cancels_and_leaves_a_playable_file(tmp_path: Path, number: in
             if "200/900 frames" in line:
                 break
         process.send_signal(number)
-        rest = process.communicate(timeout=20)[1]
+        rest = process.communicate(timeout=60)[1]
         assert process.returncode == code
-        assert server.cancelled.wait(10)
+        assert server.cancelled.wait(60)
     assert "200 frames, 8.00 s" in rest
     assert "Traceback" not in rest
     np.testing.assert_array_equal(soundfile.read(out, dtype="int16")[0], song_audio(900, 0)[: 200 * 1280])
@@ -108,7 +108,7 @@ def test_killed_client_leaves_a_playable_file(tmp_path: Path) -> None:
                 break
         process.kill()
         process.communicate()
-        assert server.cancelled.wait(10)
+        assert server.cancelled.wait(60)
     np.testing.assert_array_equal(soundfile.read(out, dtype="int16")[0], song_audio(900, 0)[: 200 * 1280])
 
 
@@ -140,7 +140,8 @@ def test_exit_code_tells_the_reason(
 def test_deadline_exit_code_and_the_part_that_came(tmp_path: Path) -> None:
     out = tmp_path / "song.wav"
     with FakeServer(endless) as server:
-        assert cli.main([*SONG, "--url", server.url, "--deadline", "1", "--out", str(out)]) == 5
+        # Of which both chunks take a hundredth.
+        assert cli.main([*SONG, "--url", server.url, "--deadline", "3", "--out", str(out)]) == 5
     assert soundfile.info(out).frames == 200 * 1280
 
 
@@ -160,6 +161,7 @@ def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         [*SONG, "--out", "no/such/folder/song.wav"],
         [*SONG, "--out", "song.aac"],
         [*SONG, "--seed", "x"],
+        *([*SONG, "--seconds", seconds] for seconds in ("nan", "inf", "-5", "0", "361")),
         [*SONG, "--jobs", "0"],
         [*SONG, "--retries", "-1"],
         [*SONG, "--deadline", "0"],
@@ -184,7 +186,7 @@ def test_wrong_use_is_exit_code_2_before_anything_is_sent(
 
 
 def test_takes_run_together(tmp_path: Path) -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=60)
 
     def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
         together.wait()
@@ -234,6 +236,54 @@ def test_batch_makes_only_what_is_missing(tmp_path: Path, capsys: pytest.Capture
             soundfile.read(out / f"s{seed}.wav", dtype="int16")[0], song_audio(120, seed)
         )
         assert json.loads((out / f"s{seed}.wav.json").read_text())["frames"] == 120
+
+
+def test_batch_makes_a_song_again_in_another_sample_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    songs, out = tmp_path / "songs.jsonl", tmp_path / "out"
+    songs.write_text(json.dumps({"name": "s", "caption": "c", "lyrics": "l", "max_frames": 3}))
+
+    def run(*options: str) -> tuple[str, str]:
+        arguments = ["--batch", str(songs), "--out-dir", str(out), "--url", server.url, *options]
+        assert cli.main(arguments) == 0
+        return capsys.readouterr().out.splitlines()[-1], soundfile.info(out / "s.wav").subtype
+
+    def forget_format() -> None:
+        """As the notes of earlier versions were."""
+        note = json.loads((out / "s.wav.json").read_text())
+        del note["audio_encoding"]
+        (out / "s.wav.json").write_text(json.dumps(note))
+
+    made, there = "1 songs made, 0 there already, 0 failed", "0 songs made, 1 there already, 0 failed"
+    with FakeServer(whole) as server:
+        assert run() == (made, "PCM_16")
+        assert run("--float") == (made, "FLOAT")
+        assert run("--float") == (there, "FLOAT")
+        forget_format()
+        assert run("--float") == (there, "FLOAT")
+        assert run() == (made, "PCM_16")
+        forget_format()
+        assert run() == (there, "PCM_16")
+        assert run("--float") == (made, "FLOAT")
+
+
+def test_batch_says_that_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found out while the one file closes; the other song is made."""
+    songs, out = tmp_path / "songs.jsonl", tmp_path / "out"
+    out.mkdir()
+    (out / "full.part.ogg").symlink_to("/dev/full")
+    lines = [{"name": name, "caption": "c", "lyrics": "l", "max_frames": 2} for name in ("full", "good")]
+    songs.write_text("\n".join(json.dumps(line) for line in lines))
+    with FakeServer(whole) as server:
+        arguments = ["--batch", str(songs), "--out-dir", str(out), "--format", "ogg", "--url", server.url]
+        assert cli.main(arguments) == cli.USAGE
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == "1 songs made, 0 there already, 1 failed"
+    assert "full.ogg: failed: [Errno 28] No space left on device" in captured.err
+    assert "Exception ignored" not in captured.err
+    assert not (out / "full.ogg").exists()
+    assert (out / "good.ogg").exists()
 
 
 def test_batch_asks_again_when_there_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from client.loadtest import figures, report, runs
-from client.loadtest.__main__ import main
+from client.loadtest.__main__ import main, parser
 from client.loadtest.figures import ExportError, SongTrace
 
 SECOND = base64.b64encode(bytes(32_000 * 4)).decode()
@@ -272,6 +272,22 @@ def test_missing_program_and_bad_inputs_are_named(tmp_path: Path, capsys: pytest
         (tmp_path / "in.json").write_text(text)
         assert main(["--perf-analyzer", made, "--inputs", str(tmp_path / "in.json")]) == 1
         assert "in.json: not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-5", "0", "361"])
+def test_length_that_no_song_can_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    made = program(tmp_path, "exit 0")
+    assert main(["--perf-analyzer", made, "--seconds", seconds]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"loadtest: seconds: {float(seconds)!r} is out of range; allowed: "
+    )
+
+
+def test_help_says_what_a_balancer_makes_of_it() -> None:
+    help_text = " ".join(parser().format_help().split())
+    assert "not of a balancer: perf_analyzer sends all songs of a client on one gRPC stream" in help_text
 
 
 def test_fewer_songs_than_asked_for_are_no_measurement(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client import InvalidRequest
@@ -41,13 +41,23 @@ def test_bad_seeds_are_refused(text: str, takes: int | None) -> None:
         parse_seeds(text, takes=takes)
 
 
+@settings(deadline=None)
 @given(frames=st.integers(1, 9000))
 def test_a_length_in_seconds_gives_back_its_frames(frames: int) -> None:
     assert frames_for(frames / 25) == frames
 
 
-def test_shortest_length_is_one_frame() -> None:
+def test_shortest_and_longest_length() -> None:
     assert frames_for(0.001) == 1
+    assert frames_for(360) == 9000
+
+
+@pytest.mark.parametrize(
+    "seconds", [float("nan"), float("inf"), -float("inf"), -5, 0, 360.5, 10**400, True, "9"]
+)
+def test_length_that_no_song_can_have_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"^seconds: .* above 0, at most 360$"):
+        frames_for(seconds)
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -111,6 +121,19 @@ def test_batch_lines(tmp_path: Path) -> None:
 GOOD = {"caption": "c", "lyrics": "l"}
 
 
+def test_batch_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    """JSON has U+2028, U+2029 and U+0085 in texts as they are; `ensure_ascii=False` writes them so."""
+    songs = [GOOD | {"lyrics": f"one{mark}two"} for mark in ("\u2028", "\u2029", "\x85")]
+    path = tmp_path / "songs.jsonl"
+    path.write_bytes("\r\n".join(json.dumps(song, ensure_ascii=False) for song in [*songs, GOOD]).encode())
+    jobs = batch(path, out_dir=tmp_path, audio_format="wav", float_wav=False)
+    assert [job.request.lyrics for job in jobs] == [song["lyrics"] for song in [*songs, GOOD]]
+    assert [job.path.name for job in jobs] == ["0001.wav", "0002.wav", "0003.wav", "0004.wav"]
+    path.write_bytes(b"\r\n\r\n" + json.dumps(GOOD).encode() + b"\r\n")
+    (job,) = batch(path, out_dir=tmp_path, audio_format="wav", float_wav=False)
+    assert job.path.name == "0003.wav"
+
+
 @pytest.mark.parametrize(
     ("line", "field"),
     [
@@ -126,7 +149,11 @@ GOOD = {"caption": "c", "lyrics": "l"}
         (GOOD | {"seed": None}, "seed: "),
         (GOOD | {"takes": True}, "takes: "),
         (GOOD | {"max_frames": "9"}, "max_frames: "),
-        (GOOD | {"seconds": "9"}, "seconds: "),
+        *((GOOD | {"seconds": seconds}, "seconds: ") for seconds in ("9", True, [], -5, 0, 361)),
+        *(
+            (f'{{"caption": "c", "lyrics": "l", "seconds": {seconds}}}', "seconds: ")
+            for seconds in ("1e400", "NaN", "-Infinity")
+        ),
         (GOOD | {"seconds": 9, "max_frames": 9}, "seconds: "),
         (GOOD | {"format": "aac"}, r"\.wav"),
     ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
@@ -26,6 +26,7 @@ def tritonclient_inputs(values: dict[str, tuple[str, object]]) -> list[tuple[str
     return inputs
 
 
+@settings(deadline=None)
 @given(
     caption=TEXT,
     lyrics=TEXT,
