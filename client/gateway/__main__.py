@@ -1,13 +1,17 @@
 """Runs a gateway in the foreground. Ctrl-C or SIGTERM lets songs on their way end; a second one does not."""
 
+import asyncio
+import functools
 import logging
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 
 from client.gateway import options as gateway_options
 from client.gateway.app import make_app
+from client.gateway.connection import LimitedProtocol
 from client.gateway.options import Options
 
 # A GET carries the lyrics in its first line.
@@ -16,6 +20,7 @@ _KEEP_ALIVE_S = 75
 # Left alone, Linux keeps up to 4 MB of a connection and says that there is room again once a third of it
 # is: a listener who takes MP3 as it sounds would look like one who takes nothing for a minute.
 _SEND_BUFFER_BYTES = 128 * 1024
+_FORCED_POLL_S = 0.1
 
 
 def main() -> int:
@@ -33,7 +38,7 @@ def main() -> int:
     config = uvicorn.Config(
         make_app(options),
         loop="asyncio",
-        http="h11",
+        http=functools.partial(LimitedProtocol, options=options),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         # Its lines would have the lyrics of every GET in them; delivery.py logs songs.
@@ -49,8 +54,31 @@ def main() -> int:
     scheme = "https" if options.tls_certificate else "http"
     host = f"[{options.host}]" if ":" in options.host else options.host
     log.info("listening on %s://%s:%d/ for songs of %s", scheme, host, listener.getsockname()[1], options.url)
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config).run(sockets=[listener])
     return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn takes a second Ctrl-C as the order to end at once, but not a second SIGTERM."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        drop = asyncio.ensure_future(self._drop_connections_when_forced())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            drop.cancel()
+
+    async def _drop_connections_when_forced(self) -> None:
+        while not self.force_exit:
+            await asyncio.sleep(_FORCED_POLL_S)
+        # From Python 3.12 on, a server is not closed before its last connection is.
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _listen(options: Options) -> socket.socket:

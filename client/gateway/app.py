@@ -24,6 +24,17 @@ from client.gateway.speech_request import names_this_model, parse_body, parse_qu
 
 STATIC: Final = Path(__file__).parent / "static"
 MODEL_ID: Final = "MiniMaxAI/MiniMax-Music3"
+# Pages of other sites see no header but these.
+EXPOSED_HEADERS: Final = (
+    "X-Request-Id",
+    "X-Music3-Seed",
+    "X-Music3-Prompt-Tokens",
+    "X-Music3-Frame-Cap",
+    "X-Music3-Warnings",
+    "X-Music3-Frames",
+    "X-Music3-Finish-Reason",
+    "Retry-After",
+)
 _STARTED_S: Final = int(time.time())
 
 
@@ -46,7 +57,7 @@ def make_app(options: Options) -> FastAPI:
             allow_origins=options.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["X-Request-Id", "X-Music3-Seed", "X-Music3-Frames", "X-Music3-Finish-Reason"],
+            expose_headers=EXPOSED_HEADERS,
         )
     _add_error_handlers(app)
     _add_routes(app, options, metrics)

@@ -6,8 +6,9 @@ Pure ASGI, so that nothing is buffered. Only /v1/ costs anything, so only /v1/ a
 import asyncio
 import hashlib
 import hmac
+import json
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -38,6 +39,9 @@ class Guard:
     def __init__(self, app: ASGIApp, *, options: Options, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
         self._keys = [_digest(key.encode()) for key in options.keys]
+        sites = [_name(_netloc(origin) or "") for origin in options.allowed_origins]
+        # A proxy may pass the name under which the world knows it, or the one that it knows the gateway by.
+        self._own_names = {*_LOCAL_NAMES, *(site for site in sites if site)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,9 +83,9 @@ class Guard:
         if origin in self._options.allowed_origins:
             return
         # A foreign name that points at this machine: its pages would count as this gateway's own.
-        if self._options.is_local and not self._keys and _name(host) not in _LOCAL_NAMES:
+        if self._options.is_local and not self._keys and _name(host) not in self._own_names:
             raise ApiError(403, "this gateway serves its own machine alone; see --host and --allow-origin")
-        if origin and urlsplit(origin).netloc != host:
+        if origin and _netloc(origin) != host:
             raise ApiError(403, "pages of other sites may not use this gateway; see --allow-origin")
         # What <audio> asks for has no Origin.
         if not origin and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
@@ -112,21 +116,39 @@ async def read_body(request: Request, options: Options) -> bytes:
         raise ApiError(408, f"the body did not come within {options.body_limit_s:g} s") from None
 
 
+class _AsciiResponse(JSONResponse):
+    """Errors quote what was asked for, and JSON may ask with half a character, which UTF-8 cannot hold."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
 def error_response(error: ApiError, *, extra_headers: Iterable[tuple[str, str]] = ()) -> JSONResponse:
     """The answer that is this error."""
     headers = {**error.headers(), **dict(extra_headers)}
     if error.status in (408, 413):
         # The rest of the body is not read: the connection cannot be used again.
         headers["Connection"] = "close"
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return _AsciiResponse(error.body(), status_code=error.status, headers=headers)
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+def _netloc(url: str) -> str | None:
+    """Host and port; None where brackets hold no address."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
 def _name(host: str) -> str:
-    return urlsplit(f"//{host}").hostname or ""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _route(path: str) -> str:

@@ -25,7 +25,9 @@ class Options:
     model_aliases: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_songs: int = 64
+    max_connections: int = 512
     max_body_bytes: int = 2**20
+    head_limit_s: float = 20.0
     body_limit_s: float = 30.0
     buffer_bytes: int = 8 * 2**20
     time_limit_s: float = 3600.0
@@ -62,12 +64,24 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-songs", type=_positive, default=defaults.max_songs, help="at once, waiting ones too; more: 429"
     )
+    add(
+        "--max-connections",
+        type=_positive,
+        default=defaults.max_connections,
+        help="at once, idle ones too; more are closed unheard",
+    )
     add("--max-body-bytes", type=_positive, default=defaults.max_body_bytes, help="of a request; more: 413")
     add(
         "--buffer-bytes",
         type=_positive,
         default=defaults.buffer_bytes,
         help="kept per song for a slow reader",
+    )
+    add(
+        "--head-limit-s",
+        type=float,
+        default=defaults.head_limit_s,
+        help="for a request's head to arrive; longer: the connection is closed",
     )
     add("--body-limit-s", type=float, default=defaults.body_limit_s, help="for a body to arrive; longer: 408")
     add("--time-limit-s", type=float, default=defaults.time_limit_s, help="for a song, its waiting included")
@@ -82,7 +96,7 @@ def read(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     """Options from a command line; leaves with exit code 2 where something is wrong."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    for name in ("body_limit_s", "time_limit_s", "stall_limit_s", "drain_s"):
+    for name in ("head_limit_s", "body_limit_s", "time_limit_s", "stall_limit_s", "drain_s"):
         if not getattr(given, name) > 0:
             parser.error(f"--{name.replace('_', '-')}: must be more than 0")
     for path in (given.tls_certificate, given.tls_key):
@@ -105,7 +119,9 @@ def read(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         model_aliases=tuple(given.model_alias),
         allowed_origins=tuple(origin.rstrip("/").lower() for origin in given.allow_origin),
         max_songs=given.max_songs,
+        max_connections=given.max_connections,
         max_body_bytes=given.max_body_bytes,
+        head_limit_s=given.head_limit_s,
         body_limit_s=given.body_limit_s,
         buffer_bytes=given.buffer_bytes,
         time_limit_s=given.time_limit_s,

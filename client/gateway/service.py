@@ -1,5 +1,6 @@
 """What all requests of a gateway share: its one connection to the server, its options, its places."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ class Service:
         self.client = AsyncMusic3Client(options.url, model=options.model)
         self.live_songs = 0
         self._ready, self._ready_at_s = False, float("-inf")
+        self._check: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
@@ -41,12 +43,19 @@ class Service:
 
     async def is_ready(self) -> bool:
         """Whether the server says that the model is ready."""
-        if time.monotonic() - self._ready_at_s > _READY_KEPT_S:
-            # Taken before the wait, so that many who ask together ask the server once.
-            self._ready_at_s = time.monotonic()
-            try:
-                await self.client.check_ready()
-                self._ready = True
-            except ServerUnavailable:
-                self._ready = False
+        if self._check is None and time.monotonic() - self._ready_at_s > _READY_KEPT_S:
+            self._check = asyncio.create_task(self._ask_server())
+        if self._check is not None:
+            # Many who ask together ask the server once; one who leaves takes no answer from the others.
+            await asyncio.shield(self._check)
         return self._ready
+
+    async def _ask_server(self) -> None:
+        try:
+            await self.client.check_ready()
+            self._ready = True
+        except ServerUnavailable:
+            self._ready = False
+        finally:
+            self._ready_at_s = time.monotonic()
+            self._check = None

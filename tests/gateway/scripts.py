@@ -40,18 +40,6 @@ def failing(code: grpc.StatusCode, text: str, *, after_chunks: int) -> Script:
     return script
 
 
-def paced(interval_s: float) -> Script:
-    """A chunk every so often."""
-
-    def script(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
-        for message in song_messages(request):
-            if message.infer_response.outputs:
-                time.sleep(interval_s)
-            yield message
-
-    return script
-
-
 class Gated:
     """Songs whose first chunk leaves at once and whose others wait for `open.set()`."""
 

@@ -1,9 +1,11 @@
 """A real gateway process in front of a fake server: what is sent, in which form, and every error's status."""
 
+import asyncio
 import base64
 import http.client
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -13,6 +15,9 @@ import soundfile
 from prometheus_client.parser import text_string_to_metric_families
 
 from client.gateway import options
+from client.gateway.metrics import Metrics
+from client.gateway.options import Options
+from client.gateway.service import Service
 from tests.client.fake_server import FakeServer, read_inputs, song_audio
 from tests.gateway.conftest import ALLOWED_ORIGIN, MakeGateway, StandIn
 from tests.gateway.gateway import CAPTION, LYRICS, Answer
@@ -170,13 +175,19 @@ def test_a_server_that_is_away(make_gateway: MakeGateway) -> None:
 
 def test_time_limit(make_gateway: MakeGateway) -> None:
     with FakeServer(nothing) as server:
-        gateway = make_gateway(server.url, "--time-limit-s", "0.5")
+        # The first chunk of those that have one must come within it.
+        gateway = make_gateway(server.url, "--time-limit-s", "4")
         assert gateway.sing().status == 504
         server.script = one_chunk
-        assert gateway.sing().error()["code"] == "time_limit"
-        with pytest.raises(http.client.IncompleteRead):
-            gateway.sing(stream=True)
-        assert gateway.sing(stream_format="sse").events()[-1]["error"]["code"] == "time_limit"
+        with ThreadPoolExecutor() as pool:
+            file, stream, in_events = (
+                pool.submit(gateway.sing, **fields)
+                for fields in ({}, {"stream": True}, {"stream_format": "sse"})
+            )
+            assert file.result().error()["code"] == "time_limit"
+            with pytest.raises(http.client.IncompleteRead):
+                stream.result()
+            assert in_events.result().events()[-1]["error"]["code"] == "time_limit"
 
 
 # ---------------------------------------------------------------- who may ask, and how much
@@ -227,6 +238,17 @@ def test_keys(make_gateway: MakeGateway, tmp_path: Path) -> None:
         # A foreign name that points at this machine.
         ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
         ({"Host": "localhost:8080"}, 200),
+        # What is no address at all.
+        ({"Origin": "http://[evil"}, 403),
+        ({"Host": "["}, 403),
+        # Behind a proxy, the site's own name passed on or not. What <audio> asks for has no Origin.
+        ({"Host": "studio.example", "Origin": ALLOWED_ORIGIN, "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Host": "studio.example", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Host": "127.0.0.1:8080", "Origin": ALLOWED_ORIGIN, "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Host": "127.0.0.1:8080", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Host": "studio.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Host": "studio.example", "Origin": "https://evil.example"}, 403),
+        ({"Host": "studio.example.evil.example", "Sec-Fetch-Site": "same-origin"}, 403),
     ],
 )
 def test_pages_of_other_sites(stand_in: StandIn, headers: dict[str, str], status: int) -> None:
@@ -240,9 +262,17 @@ def test_pages_of_other_sites(stand_in: StandIn, headers: dict[str, str], status
     assert answer.headers.get("access-control-allow-origin") == (given["Origin"] if is_studio else None)
 
 
+def test_pages_of_allowed_sites_see_all_headers(stand_in: StandIn) -> None:
+    answer = stand_in.gateway.sing(headers={"Origin": ALLOWED_ORIGIN})
+    shown = {name.strip().lower() for name in answer.headers["access-control-expose-headers"].split(",")}
+    ours = {name for name in answer.headers if name == "x-request-id" or name.startswith("x-music3-")}
+    assert len(ours) == 6  # the fake server does not tell its prompt's tokens
+    assert ours | {"x-music3-prompt-tokens", "retry-after"} == shown
+
+
 def test_bodies(make_gateway: MakeGateway) -> None:
     with FakeServer(whole) as server:
-        gateway = make_gateway(server.url, "--max-body-bytes", "5000", "--body-limit-s", "0.5")
+        gateway = make_gateway(server.url, "--max-body-bytes", "5000", "--body-limit-s", "3")
         path = "/v1/audio/speech"
         for body in (
             b"",
@@ -256,6 +286,16 @@ def test_bodies(make_gateway: MakeGateway) -> None:
             assert answer.status == 400, body[:20]
             assert answer.error()["type"] == "invalid_request_error"
         assert gateway.sing(input="\ud800").status == 400
+        # Half a character, which an error's JSON can only hold as JSON asked with it.
+        for fields, param in (
+            ({"\ud800": 1}, "\ud800"),
+            ({"extra_params": {"\ud800": 1}}, "extra_params.\ud800"),
+            ({"model": "\ud800"}, "model"),
+            ({"response_format": "\ud800"}, "response_format"),
+        ):
+            answer = gateway.sing(**fields)
+            assert answer.status == (404 if param == "model" else 400), param
+            assert answer.error()["param"] == param
         assert gateway.sing(seed=2**63).error()["param"] == "seed"
         assert gateway.sing(input="la " * 2000).status == 413
 
@@ -296,11 +336,9 @@ def test_too_many_songs(make_gateway: MakeGateway) -> None:
         server.script = whole
         held[0].close()
         assert server.cancelled.wait(10)
-        for _ in range(100):
-            answer = gateway.sing(max_new_tokens=1)
-            if answer.status == 200:
-                break
-        assert answer.status == 200
+        wait_until(
+            lambda: gateway.sing(max_new_tokens=1).status == 200, timeout_s=10, what="the place to be free"
+        )
         held[1].close()
 
 
@@ -331,14 +369,42 @@ def test_models_health_and_errors_of_routes(stand_in: StandIn) -> None:
         assert answer.error()["type"] == "invalid_request_error"
 
 
+def test_who_asks_for_health_during_a_check_waits_for_it() -> None:
+    asked = []
+
+    class Counting(FakeServer):
+        def ModelReady(self, *arguments: object) -> object:  # noqa: N802 - the protocol's name
+            asked.append(arguments)
+            return super().ModelReady(*arguments)
+
+    async def ask(url: str) -> list[bool]:
+        service = Service(Options(url=url), Metrics())
+        try:
+            leaves = asyncio.create_task(service.is_ready())
+            stay = [asyncio.create_task(service.is_ready()) for _ in range(3)]
+            await asyncio.sleep(0)
+            leaves.cancel()
+            return [*await asyncio.gather(*stay), await service.is_ready()]
+        finally:
+            await service.client.close()
+
+    with Counting(whole) as server:
+        assert asyncio.run(ask(server.url)) == [True] * 4
+    assert len(asked) == 1
+
+
 def test_metrics_page(make_gateway: MakeGateway) -> None:
     with FakeServer(whole) as server:
         gateway = make_gateway(server.url)
         gateway.sing(max_new_tokens=100)
         gateway.sing(max_new_tokens=100, stream=True)
         gateway.sing(temperature=1)
-        done = {"outcome": "done", "delivery": "audio"}
-        wait_until(lambda: gateway.metric("songs_total", **done) == 1, timeout_s=10, what="the count")
+        done = [{"outcome": "done", "delivery": delivery} for delivery in ("file", "audio")]
+        wait_until(
+            lambda: [gateway.metric("songs_total", **each) for each in done] == [1, 1],
+            timeout_s=10,
+            what="the counts",
+        )
         page = gateway.ask("GET", "/metrics")
     assert page.headers["content-type"].startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(page.body.decode())}
@@ -373,6 +439,8 @@ def test_nothing_of_the_song_is_logged(stand_in: StandIn) -> None:
     "arguments",
     [
         ("--max-songs", "0"),
+        ("--max-connections", "0"),
+        ("--head-limit-s", "0"),
         ("--stall-limit-s", "0"),
         ("--key-file", "/no/such/file"),
         ("--key-file", "/dev/null"),

@@ -137,9 +137,9 @@ def test_cancel_frees_the_place(browser: Browser, gateway: Gateway, server: Trit
         assert name == "song-seed1-part.wav"
         with wave.open(io.BytesIO(part)) as file:
             assert file.getnframes() > 32_000
-    cancelled = re.findall(r"song (\w+): client_gone, pcm as sse, seed 1,", gateway.log())
+    line = re.compile(r"song (\w+): client_gone, pcm as sse, seed 1,")
     wait_until(
-        lambda: any(f"song {song}: cancelled" in server.log_text() for song in cancelled),
+        lambda: any(f"song {song}: cancelled" in server.log_text() for song in line.findall(gateway.log())),
         timeout_s=60,
         what="the server to give the song up",
     )
@@ -205,6 +205,42 @@ def test_playing_goes_on_after_a_gap(browser: Browser, stand_in: StandIn) -> Non
         wait_until(lambda: position_s(page) >= 5, timeout_s=10, what="the song to go on")
 
 
+# Files in memory that the page still holds by their address.
+COUNT_FILES = """
+  window.files = new Set();
+  const { createObjectURL, revokeObjectURL } = URL;
+  URL.createObjectURL = (file) => {
+    const url = createObjectURL.call(URL, file);
+    files.add(url);
+    return url;
+  };
+  URL.revokeObjectURL = (url) => {
+    files.delete(url);
+    revokeObjectURL.call(URL, url);
+  };
+"""
+
+
+def test_removed_takes_leave_no_file_behind(browser: Browser, stand_in: StandIn) -> None:
+    songs = Gated()
+    stand_in.server.script = songs
+    with Visit(browser, stand_in.gateway) as page:
+        page.evaluate(COUNT_FILES)
+        write(page, seconds=10, seed=0, takes=2)
+        page.get_by_role("button", name="Sing").click()
+        takes = page.locator(".take")
+        for index in range(2):
+            expect(takes.nth(index)).to_have_attribute("data-state", "writing", timeout=SOON_MS)
+        takes.nth(0).get_by_role("button", name="Remove this take").click()
+        assert stand_in.server.cancelled.wait(10)
+        # The one that is kept is whole only after the removed one has come to its end in the page.
+        songs.open.set()
+        expect(takes).to_have_attribute("data-state", "done", timeout=SOON_MS)
+        assert page.evaluate("files.size") == 1
+        takes.get_by_role("button", name="Remove this take").click()
+        assert page.evaluate("files.size") == 0
+
+
 def test_with_keys_alone(browser: Browser, stand_in: StandIn) -> None:
     with Visit(browser, stand_in.gateway) as page:
         stops = []
@@ -260,7 +296,7 @@ def test_problems_are_told(browser: Browser, stand_in: StandIn, make_gateway: Ma
         stand_in.server.script = nothing
         write(page, seconds=10, seed=5)
         page.get_by_role("button", name="Sing").click()
-        expect(page.locator(".state")).to_have_text(re.compile(r"^Waiting for the first sound … \d s$"))
+        expect(page.locator(".state")).to_have_text(re.compile(r"^Waiting for the first sound … \d+ s$"))
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator(".state")).to_have_text("Cancelled.")
         assert stand_in.server.cancelled.wait(10)

@@ -25,6 +25,7 @@ export class Take {
   #startedMs = performance.now();
   #touched = false; // played or paused by hand: it does not start by itself any more
   #url = null;
+  #removed = false;
   #onEnd;
 
   /** `autoplay`: play as soon as there is sound. `onEnd` is told the error, or null. */
@@ -102,8 +103,10 @@ export class Take {
   }
 
   #remove() {
+    this.#removed = true;
     this.cancel();
     this.#player.pause();
+    if (current === this) current = null;
     if (this.#url) URL.revokeObjectURL(this.#url);
     const next = this.#card.nextElementSibling ?? this.#card.previousElementSibling;
     this.#card.remove();
@@ -112,7 +115,8 @@ export class Take {
   }
 
   #offer() {
-    if (!this.#player.duration) return;
+    // A take that is removed while it is written ends after that: nobody would give its file's memory back.
+    if (this.#removed || !this.#player.duration) return;
     const link = this.#part("download");
     this.#url = URL.createObjectURL(wavFile(this.#player.pieces, RATE));
     link.href = this.#url;
