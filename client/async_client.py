@@ -62,7 +62,9 @@ class AsyncSongStream(AsyncIterator[Chunk]):
             self._call.cancel()
             raise
         except BaseException:
-            if not self._reader.final:
+            if self._reader.final:  # see music3_client
+                self._client._read_out(self._call)
+            else:
                 self.cancel()
             self._end()
             raise

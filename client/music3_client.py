@@ -63,7 +63,9 @@ class SongStream(Iterator[Chunk]):
                 raise Cancelled("cancelled", frames_done=self._reader.frames_done) from None
             raise self._reader.error(error.code(), error.details()) from None
         except BaseException:
-            if not self._reader.final:
+            if self._reader.final:  # an error ended the song; its stream is read to the end like any other
+                self._client._read_out(self._call)
+            else:
                 self.cancel()
             self._end()
             raise

@@ -9,6 +9,7 @@ after the server's process; nobody can drain a server over the network. Standard
 
 import argparse
 import contextlib
+import http.client
 import os
 import signal
 import sys
@@ -179,7 +180,7 @@ def _claims_ready(http_url: str, model: str) -> bool:
             f"{http_url}/v2/models/{model}/ready", timeout=_ANSWER_WITHIN_S
         ) as answer:
             return answer.status == 200
-    except OSError:
+    except (OSError, http.client.HTTPException):  # gone, or half gone: the guard's own watch goes on
         return False
 
 
