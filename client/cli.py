@@ -6,6 +6,7 @@ server has no place; 5 a deadline passed or the server cancelled; 130 Ctrl-C, 14
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -120,8 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
     retries = arguments.retries if arguments.retries is not None else (5 if arguments.batch else 0)
     if retries < 0:
         raise InvalidRequest(f"--retries: {retries} is less than 0")
-    if arguments.deadline is not None and not arguments.deadline > 0:
-        raise InvalidRequest(f"--deadline: {arguments.deadline} is not more than 0")
+    if arguments.deadline is not None and not 0 < arguments.deadline < math.inf:
+        raise InvalidRequest(f"--deadline: {arguments.deadline} is not a number of seconds above 0")
     with Music3Client(arguments.url, model=arguments.model) as client:
         if arguments.wait > 0:
             client.wait_until_ready(arguments.wait)

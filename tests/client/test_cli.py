@@ -165,6 +165,7 @@ def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         [*SONG, "--jobs", "0"],
         [*SONG, "--retries", "-1"],
         [*SONG, "--deadline", "0"],
+        [*SONG, "--deadline", "inf"],
         [*SONG, "--format", "ogg"],
         [*SONG, "--takes", "2", "--play"],
         [*SONG, "--url", "http://localhost:8000"],

@@ -76,7 +76,7 @@ def reference_dir() -> Path:
     """
     folder = Path(os.environ.get("MUSIC3_REFERENCE_DIR") or PROJECT / ".cache" / "reference")
     if not (folder / MUSIC3_FOLDER / "constants.py").is_file():
-        raise FileNotFoundError(f"vllm-omni is not in {folder}: run ./build.sh env")
+        raise FileNotFoundError(f"vllm-omni is not in {folder}: run ./build.sh test, which downloads it")
     return folder
 
 
