@@ -221,6 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--pid", type=int, help="the server's process id; not needed if there is one server"
     )
     draining.add_argument("--timeout", metavar="S", type=float, default=600.0, help="default 600")
+    draining.add_argument(
+        "--after", metavar="S", type=float, default=0.0, help="wait so long first: a balancer is to forget it"
+    )
     draining.add_argument("--stop", action="store_true", help="end the server then")
     draining.add_argument("--undo", action="store_true", help="accept songs again")
     draining.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="the server's control_folder")
@@ -241,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.undo:
         DrainNotes(arguments.folder, found[0]).withdraw()
         return DRAINED
+    time.sleep(arguments.after)
     return drain(found[0], folder=arguments.folder, timeout_s=arguments.timeout, stop=arguments.stop)
 
 

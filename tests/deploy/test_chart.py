@@ -1,10 +1,13 @@
 """The Helm chart, rendered and linted by Helm's engine, held against Kubernetes' schemas and the code."""
 
+import http.server
 import importlib
 import json
 import re
+import subprocess
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import kubernetes_validate
 import pytest
@@ -186,16 +189,21 @@ def test_commands_are_ones_that_the_modules_have(pod: Manifest, monkeypatch: pyt
     monkeypatch.setattr(
         control, "drain", lambda pid, **options: asked.append((pid, options["timeout_s"])) or 0
     )
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: asked.append(f"waits {seconds:g} s"))
     assert control.main(commands["python_backend_models.control"]) == 0
     monkeypatch.setattr(checkpoint_report, "inspect_checkpoint", lambda root, **options: [])
     # Only the folder is missing here, which is what it says.
     assert checkpoint_report.main(commands["python_backend_models.checkpoint_report"]) == 1
-    assert asked == [10.0, (77, 900.0)]
+    # First forgotten by the balancer, then drained: the other way round it would be sent songs to refuse.
+    assert asked == [10.0, "waits 40 s", (77, 900.0)]
 
 
 def test_times_fit_each_other(pod: Manifest, server: Manifest) -> None:
-    drain_s = int(server["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert pod["terminationGracePeriodSeconds"] > drain_s
+    command = server["lifecycle"]["preStop"]["exec"]["command"]
+    drain_s, forget_s = (int(command[command.index(option) + 1]) for option in ("--timeout", "--after"))
+    assert pod["terminationGracePeriodSeconds"] > forget_s + drain_s
+    # The cluster's DNS keeps a name for 30 s at most, and the balancer asks every 5.
+    assert forget_s >= 35
     assert (
         drain_s > 2 * MAX_SONG_FRAMES / FRAME_RATE_HZ
     )  # the longest song, made at half the speed it is heard
@@ -237,6 +245,70 @@ def test_shipped_settings_are_settings(server: Manifest) -> None:
 
 
 # ---------------------------------------------------------------- around it
+
+
+def balancer_pod(**values: object) -> Manifest:
+    return of_kind(render(CLAIM | values), "Deployment", "songs-music3-balancer")["spec"]["template"]
+
+
+def test_only_its_own_configuration_replaces_a_balancer() -> None:
+    """Songs run through it: a new image or setting of the servers is no reason."""
+    before = balancer_pod()
+    assert (
+        balancer_pod(image={"repository": "other", "tag": "9"}, settings={"MUSIC3_LIVE_SONGS": "4"}) == before
+    )
+    changed = balancer_pod(drainSeconds=800)["metadata"]["annotations"]
+    assert changed["checksum/config"] != before["metadata"]["annotations"]["checksum/config"]
+
+
+class Admin(http.server.BaseHTTPRequestHandler):
+    """What the hook asks of Envoy's admin page; `active` songs run, one fewer at each look."""
+
+    asked: ClassVar[list[str]] = []
+    active = 2
+
+    def do_GET(self) -> None:
+        self.asked.append(f"{self.command} {self.path}")
+        text = ""
+        if self.path.startswith("/stats"):
+            text = f"http.grpc.downstream_rq_active: {Admin.active}\nhttp.http.downstream_rq_active: 0\n"
+            Admin.active = max(0, Admin.active - 1)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_POST = do_GET  # noqa: N815  the handler's names
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_balancer_that_goes_sends_songs_elsewhere_and_waits_for_its_own() -> None:
+    (envoy,) = balancer_pod(drainSeconds=900)["spec"]["containers"]
+    *shell, script = envoy["lifecycle"]["preStop"]["exec"]["command"]
+    assert shell == ["/bin/bash", "-c"]
+    Admin.asked.clear()
+    Admin.active = 2
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Admin) as admin:
+        threading.Thread(target=admin.serve_forever, daemon=True).start()
+        here = script.replace("127.0.0.1/9901", f"127.0.0.1/{admin.server_address[1]}")
+        assert here != script
+        quick = here.replace("sleep 10\n", "sleep 0\n").replace("sleep 2\n", "sleep 0\n")
+        done = subprocess.run(["bash", "-c", quick], capture_output=True, text=True, timeout=60)
+        admin.shutdown()
+    assert (done.returncode, done.stderr) == (0, "")
+    drain, *looks = Admin.asked
+    assert drain == "POST /drain_listeners?graceful&skip_exit"
+    assert looks == ["GET /stats?filter=(grpc%7Chttp)%5C.downstream_rq_active"] * 3
+
+
+def test_balancers_are_not_all_taken_away_at_once() -> None:
+    def budgets(replicas: int) -> list[str]:
+        manifests = render(CLAIM | {"balancer": {"replicas": replicas}})
+        return [each["metadata"]["name"] for each in manifests if each["kind"] == "PodDisruptionBudget"]
+
+    assert sorted(budgets(2)) == ["songs-music3", "songs-music3-balancer"]
+    assert budgets(1) == ["songs-music3"]
 
 
 def test_songs_are_balanced_over_servers_by_the_fewest_live(manifests: list[Manifest]) -> None:

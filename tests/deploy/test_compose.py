@@ -8,7 +8,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
-from python_backend_models.settings import DitSettings, Music3Settings, read
+from python_backend_models.settings import DitSettings, Music3Settings, TalkerSettings, read
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose.yaml"
@@ -92,4 +92,13 @@ def test_settings_are_settings(compose: dict[str, Any]) -> None:
     }
     assert read(Music3Settings, "music3", {}, defaults).live_songs == int(defaults["MUSIC3_LIVE_SONGS"])
     assert read(DitSettings, "dit", {}, defaults).precision == defaults["MUSIC3_DIT_PRECISION"]
+    # The card's own line of ./build.sh memory can be given; empty is as if it were not.
+    assert (read(TalkerSettings, "talker", {}, defaults).kv_tokens, defaults.pop("MUSIC3_KV_TOKENS")) == (
+        0,
+        "",
+    )
+    assert (read(DitSettings, "dit", {}, defaults).batch_windows, defaults.pop("MUSIC3_BATCH_WINDOWS")) == (
+        8,
+        "",
+    )
     assert len(defaults) == 2
