@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 WARM_UP_SHARE = 0.25
 TOLERANCE = 0.05
-LEAST_READINGS = 4
+# Nine are left after the warm-up: three in each third, so that one outlier does not decide.
+LEAST_READINGS = 12
 _MIB = 1024.0**2
 # By kind of figure, which is the first word of a series' name.
 SLACK: Mapping[str, float] = {"rss": 4 * _MIB, "shm": 1 * _MIB, "files": 2, "threads": 2}

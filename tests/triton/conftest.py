@@ -10,8 +10,10 @@ import pytest
 
 from client import Music3Client
 from tests.triton.server import ROOT, TritonServer
+from tests.triton.songs import audit, warm_up
 
 MakeServer = Callable[..., TritonServer]
+EXIT_WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +30,19 @@ def server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """The server that tests share: none may leave it other than it was."""
     log_path = tmp_path_factory.mktemp("server") / "server.log"
     with TritonServer(checkpoint=tiny_checkpoint, log_path=log_path) as running:
+        warm_up(running)
         yield running
+        # A request that was never freed holds the server's exit until that is out of time, and the code is 1.
+        assert running.terminate(timeout_s=EXIT_WITHIN_S) == 0, "a request was left behind"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test gives back all that it took of the shared server."""
+    shared = request.getfixturevalue("server") if "server" in request.fixturenames else None
+    yield
+    if shared is not None:
+        audit(shared)
 
 
 @pytest.fixture

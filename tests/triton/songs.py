@@ -19,6 +19,7 @@ import torch
 from client import Music3Client, Music3Error, Song
 from python_backend_models import offline
 from python_backend_models.prompt import frame_budget
+from tests.soak.growth import SLACK, TOLERANCE
 from tests.triton.server import TritonServer, wait_until
 
 CAPTION = "warm folk, one guitar, a slow waltz"
@@ -27,7 +28,10 @@ LYRICS = "[Verse]\nThe river learns the colour of the sky\n[Chorus]\nStay a whil
 _SAMPLE = re.compile(r"^(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _HEARTBEAT = "_published_total"
-SETTLED_WITHIN_S = 60.0
+SETTLED_WITHIN_S = 120.0
+# Bytes may grow as much as the soak lets them; threads and files come and go with the server's own pools.
+_SLACK_BYTES = {"rss": SLACK["rss"], "shared memory": SLACK["shm"]}
+_SLACK_COUNT = {"threads": 8, "open files": 8}
 
 
 class OfflineSongs:
@@ -122,16 +126,91 @@ def fresh_metrics(server: TritonServer, *, dead: Collection[str] = ()) -> dict[s
     return metrics(server)
 
 
-def more_threads(server: TritonServer, *, sung: bool) -> dict[str, float]:
-    """Threads of each model's process beyond those that it had at rest after the server's first song."""
+def stage_threads(server: TritonServer) -> dict[str, float]:
+    """Threads of each model's process."""
     threads = server.threads()
-    now = {stage: float(sum(threads[pid] for pid in server.stub_pids(stage))) for stage in STAGES}
-    if sung and not server.threads_at_rest:
-        server.threads_at_rest = now
+    return {stage: float(sum(threads[pid] for pid in server.stub_pids(stage))) for stage in STAGES}
+
+
+def more_threads(server: TritonServer) -> dict[str, float]:
+    """Threads of each model's process beyond those that `note_threads` saw; none if it never looked."""
     return {
         f"threads of {stage}": max(0.0, count - server.threads_at_rest.get(stage, count))
-        for stage, count in now.items()
+        for stage, count in stage_threads(server).items()
     }
+
+
+def note_threads(server: TritonServer, *, slots: int = 8) -> None:
+    """Keep in mind the threads of a server at rest; more than these fail every later `audit`."""
+    audit(server, slots=slots)
+    server.threads_at_rest = stage_threads(server)
+
+
+def warm_up(server: TritonServer, *, slots: int = 8) -> None:
+    """Give the stages' pools their size, and note the threads at rest.
+
+    By songs of more than one window: a library makes its pools when there is enough to compute, and a
+    server's first song may have a single frame.
+    """
+    with Music3Client(server.grpc_url) as client:
+        _sing_all(client, frames=[250] * min(2, slots))
+    note_threads(server, slots=slots)
+
+
+def fill_places(client: Music3Client, *, slots: int = 8) -> None:
+    """A song in every place, each of more than one window: shared memory gets the size that load gives it."""
+    _sing_all(client, frames=[201] * slots)
+
+
+def _sing_all(client: Music3Client, *, frames: list[int]) -> None:
+    for made in together(
+        [
+            lambda seed=seed, cap=cap: sing(client, seed=seed, max_frames=cap)
+            for seed, cap in enumerate(frames)
+        ]
+    ):
+        if isinstance(made, Music3Error):
+            raise made
+
+
+def held(server: TritonServer) -> dict[str, float]:
+    """What the server and its stubs hold, all together."""
+    return {
+        "rss": sum(server.rss_bytes().values()),
+        "shared memory": sum(server.shared_memory_bytes().values()),
+        "threads": sum(server.threads().values()),
+        "open files": sum(server.open_files().values()),
+    }
+
+
+def check_held(before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Fail if something that the server holds grew by more than the soak would let it."""
+    limits = {name: max(TOLERANCE * before[name], slack) for name, slack in _SLACK_BYTES.items()}
+    grew = {
+        name: (before[name], after[name])
+        for name, limit in (limits | _SLACK_COUNT).items()
+        if after[name] - before[name] > limit
+    }
+    assert not grew, f"before and after: {grew}"
+
+
+def outcomes(change: Mapping[str, float]) -> dict[str, float]:
+    """Songs by what came of them, out of what `grown` found."""
+    prefix = "music3_songs_total "
+    return {name.removeprefix(prefix): count for name, count in change.items() if name.startswith(prefix)}
+
+
+def cancelled_since(server: TritonServer, before: Mapping[str, float], *, songs: int) -> dict[str, float]:
+    """Wait until the page tells of so many cancelled songs, and of no others; all that changed."""
+    wait_until(
+        lambda: outcomes(grown(before, metrics(server))).get("cancelled", 0) >= songs,
+        timeout_s=SETTLED_WITHIN_S,
+        what=f"{songs} cancelled songs",
+        poll_s=0.2,
+    )
+    change = grown(before, audit(server))
+    assert outcomes(change) == {"cancelled": songs}
+    return change
 
 
 def audit(
@@ -141,15 +220,15 @@ def audit(
     deadline_s = time.monotonic() + SETTLED_WITHIN_S
     while True:
         now = fresh_metrics(server, dead=dead)
-        held = {
+        taken = {
             name: now[f"music3_{name}"]
             for name in ("live_songs", "waiting_songs", "talker_live_songs", "talker_waiting_songs")
         }
-        held["slots taken"] = slots - now["music3_talker_free_slots"]
-        held["pages taken"] = now["music3_talker_pages"] - now["music3_talker_free_pages"]
-        held |= more_threads(server, sung=now["music3_songs_total done"] > 0) if not dead else {}
-        held["not accepting"] = (1 - now["music3_accepting"]) if not draining else 0
-        left = {name: value for name, value in held.items() if value}
+        taken["slots taken"] = slots - now["music3_talker_free_slots"]
+        taken["pages taken"] = now["music3_talker_pages"] - now["music3_talker_free_pages"]
+        taken |= more_threads(server) if not dead else {}
+        taken["not accepting"] = (1 - now["music3_accepting"]) if not draining else 0
+        left = {name: value for name, value in taken.items() if value}
         if not left:
             return now
         if time.monotonic() > deadline_s:

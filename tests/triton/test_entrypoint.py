@@ -1,5 +1,6 @@
 """The container's entry point over the real server: a stop in the middle of a song lets the song end."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from client import Music3Client, Music3Error
+from client import AsyncMusic3Client, InvalidRequest, Music3Client, Music3Error
 from client.probe import probe
 from tests.ports import free_ports
 from tests.triton.conftest import MakeServer
 from tests.triton.server import ROOT, wait_until
+
+OUTLIVES = 1500  # frames: not done before the drain has begun and a song was refused
 
 
 def test_a_stop_lets_the_song_end_and_takes_no_new_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
     http, grpc, metrics = free_ports(3)
     command = [str(ROOT / "deploy" / "entrypoint.sh"), "--http-port", str(http), "--grpc-port", str(grpc)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSIC3_")}
-    environment |= {"MUSIC3_CHECKPOINT": str(tiny_checkpoint), "MUSIC3_DRAIN_S": "120"}
+    environment |= {"MUSIC3_CHECKPOINT": str(tiny_checkpoint), "MUSIC3_DRAIN_S": "500"}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--metrics-port", str(metrics)], stdout=log, stderr=subprocess.STDOUT, env=environment
@@ -36,14 +39,14 @@ def test_a_stop_lets_the_song_end_and_takes_no_new_one(tiny_checkpoint: Path, tm
     try:
         wait_until(ready, timeout_s=180, what="the server to be ready")
         client = Music3Client(f"127.0.0.1:{grpc}")
-        with client, client.stream("folk", "[Verse]\nla", max_frames=450) as song:
+        with client, client.stream("folk", "[Verse]\nla", max_frames=OUTLIVES) as song:
             chunks = [next(song)]
             process.send_signal(signal.SIGTERM)
             refusal = refused(client)
             chunks += list(song)
         assert "draining" in str(refusal)
         assert chunks[-1].finish_reason == "length"
-        assert chunks[-1].frames_done == 450
+        assert chunks[-1].frames_done == OUTLIVES
         assert process.wait(60) == 0
     except BaseException:
         print((tmp_path / "log").read_text(errors="replace")[-6000:])
@@ -60,7 +63,7 @@ def test_a_stop_lets_the_song_end_and_takes_no_new_one(tiny_checkpoint: Path, tm
 
 def refused(client: Music3Client) -> Music3Error:
     """What a new song is told once the drain has begun."""
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         try:
             client.generate("folk", "[Verse]\nla", max_frames=1)
@@ -69,11 +72,29 @@ def refused(client: Music3Client) -> Music3Error:
     return pytest.fail("new songs are still taken")
 
 
-def test_songs_that_were_heard_to_the_end_let_the_server_end(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("kind", ["song", "probe", "refusal", "asynchronous refusal"])
+def test_streams_that_were_read_to_the_end_let_the_server_end(make_server: MakeServer, kind: str) -> None:
     """A client that drops a stream at its final response keeps the request, and so the model, from going."""
     server = make_server()
+
+    async def refused() -> None:
+        async with AsyncMusic3Client(server.grpc_url) as client:
+            for _ in range(200):
+                with pytest.raises(InvalidRequest):
+                    await client.generate("folk", " ")
+
     with Music3Client(server.grpc_url) as client:
-        for seed in range(40):
-            client.generate("folk", "[Verse]\nla", seed=seed, max_frames=1)
-            probe(server.grpc_url)
+        match kind:
+            case "song":
+                for seed in range(40):
+                    client.generate("folk", "[Verse]\nla", seed=seed, max_frames=1)
+            case "probe":
+                for _ in range(40):
+                    probe(server.grpc_url)
+            case "refusal":
+                for _ in range(200):
+                    with pytest.raises(InvalidRequest):
+                        client.generate("folk", " ")
+            case _:
+                asyncio.run(refused())
     assert server.terminate(timeout_s=25) == 0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,7 @@ class StandIn:
         self.process.wait()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 120) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s
@@ -92,7 +92,7 @@ def server(tmp_path: Path) -> Iterator[StandIn]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_POLL_S", 0.02)
     monkeypatch.setattr(control, "_GUARD_POLL_S", 0.05)
-    monkeypatch.setattr(control, "_ANSWER_WITHIN_S", 1.0)
+    monkeypatch.setattr(control, "_ANSWER_WITHIN_S", 60.0)
 
 
 # -------------------------------------------------------------------- processes
@@ -159,14 +159,23 @@ def test_a_stub_that_came_later_is_watched_too() -> None:
 # ------------------------------------------------------------------------ drain
 
 
-def answering(notes: DrainNotes, counts: list[int | None]) -> threading.Thread:
-    """Plays the server's part: waits for the wish, then gives these answers."""
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a command has told its user so far."""
+    texts: list[str] = []
+    monkeypatch.setattr(control, "_say", texts.append)
+    return texts
+
+
+def answering(notes: DrainNotes, counts: list[int], said: list[str]) -> threading.Thread:
+    """Plays the server's part: waits for the wish, then gives these answers, each once the last was told."""
 
     def play() -> None:
         until(lambda: notes.wished)
         for count in counts:
             notes.answer(count)
-            time.sleep(0.1)
+            words = f"{count} songs still run" if count else "is drained"
+            until(lambda words=words: any(words in text for text in said))
 
     thread = threading.Thread(target=play)
     thread.start()
@@ -175,25 +184,33 @@ def answering(notes: DrainNotes, counts: list[int | None]) -> threading.Thread:
 
 @pytest.mark.usefixtures("quick")
 def test_drain_waits_for_the_last_song_and_stops_the_server(
-    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: StandIn, tmp_path: Path, said: list[str]
 ) -> None:
     notes = DrainNotes(tmp_path, server.pid)
     assert not notes.wished
-    player = answering(notes, [2, 1, 0])
-    assert control.drain(server.pid, folder=tmp_path, timeout_s=20, stop=True) == DRAINED
+    player = answering(notes, [2, 1, 0], said)
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=300, stop=True) == DRAINED
     player.join()
-    told = capsys.readouterr().err
-    assert "2 songs still run" in told
-    assert "is drained" in told
-    assert server.process.wait(10) == -signal.SIGTERM
+    assert [text for text in said if "still run" in text] == [
+        "draining: 2 songs still run",
+        "draining: 1 songs still run",
+    ]
+    assert server.process.wait(60) == -signal.SIGTERM
+
+
+def test_what_is_said_goes_to_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    control._say("2 songs still run")
+    assert capsys.readouterr() == ("", "music3: 2 songs still run\n")
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_drain_that_takes_too_long_says_so_and_goes_on_refusing(server: StandIn, tmp_path: Path) -> None:
+def test_a_drain_that_takes_too_long_says_so_and_goes_on_refusing(
+    server: StandIn, tmp_path: Path, said: list[str]
+) -> None:
     notes = DrainNotes(tmp_path, server.pid)
-    player = answering(notes, [3])
+    notes.answer(3)
     assert control.drain(server.pid, folder=tmp_path, timeout_s=0.5, stop=True) == NOT_YET
-    player.join()
+    assert said[-1] == "3 songs still run after 0.5 s; new ones are still refused"
     assert notes.wished
     assert server.process.poll() is None
     assert control.main(["drain", "--pid", str(server.pid), "--folder", str(tmp_path), "--undo"]) == DRAINED
@@ -202,17 +219,20 @@ def test_a_drain_that_takes_too_long_says_so_and_goes_on_refusing(server: StandI
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_server_that_does_not_answer_is_not_left_with_a_wish(server: StandIn, tmp_path: Path) -> None:
-    assert control.drain(server.pid, folder=tmp_path, timeout_s=30, stop=True) == NO_SERVER
+def test_a_server_that_does_not_answer_is_not_left_with_a_wish(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_ANSWER_WITHIN_S", 0.3)
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=300, stop=True) == NO_SERVER
     assert list(tmp_path.glob("music3-*")) == []
     assert server.process.poll() is None
 
 
 @pytest.mark.usefixtures("quick")
 def test_drain_of_no_server_or_one_that_goes(server: StandIn, tmp_path: Path) -> None:
-    assert control.drain(2**30, folder=tmp_path, timeout_s=5, stop=False) == NO_SERVER
+    assert control.drain(2**30, folder=tmp_path, timeout_s=300, stop=False) == NO_SERVER
     threading.Timer(0.3, server.process.kill).start()
-    assert control.drain(server.pid, folder=tmp_path, timeout_s=5, stop=False) == NO_SERVER
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=300, stop=False) == NO_SERVER
     assert list(tmp_path.glob("music3-*")) == []
 
 
@@ -263,9 +283,11 @@ class Readiness(http.server.BaseHTTPRequestHandler):
     """Answers for every model's readiness with what is in `unready`."""
 
     unready: set[str] = set()  # noqa: RUF012  the test's
+    asked: list[str] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
         model = self.path.split("/")[3]
+        self.asked.append(model)
         self.send_response(400 if model in self.unready else 200)
         self.end_headers()
 
@@ -274,7 +296,7 @@ class Readiness(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def http_url() -> Iterator[str]:
-    Readiness.unready = set()
+    Readiness.unready, Readiness.asked = set(), []
     door = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Readiness)
     threading.Thread(target=door.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{door.server_address[1]}"
@@ -282,13 +304,29 @@ def http_url() -> Iterator[str]:
     door.server_close()
 
 
+def at_looks(monkeypatch: pytest.MonkeyPatch, acts: Mapping[int, Callable[[], object]]) -> None:
+    """Have things happen right after the guard's looks of these numbers: it misses no stub it never saw."""
+
+    class Watch(StubWatch):
+        looks = 0
+
+        def look(self) -> None:
+            super().look()
+            Watch.looks += 1
+            acts.get(Watch.looks, bool)()
+
+    monkeypatch.setattr(control, "StubWatch", Watch)
+
+
 @pytest.mark.usefixtures("quick")
-def test_a_server_with_a_dead_stub_is_ended(server: StandIn, http_url: str, tmp_path: Path) -> None:
-    threading.Timer(0.3, server.kill_stub, ["dit"]).start()
+def test_a_server_with_a_dead_stub_is_ended(
+    server: StandIn, http_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_looks(monkeypatch, {1: lambda: server.kill_stub("dit")})
     assert control.guard(
         server.pid, http_url=http_url, notes=DrainNotes(tmp_path, server.pid), last_answers_s=0.1
     )
-    assert server.process.wait(10) == -signal.SIGTERM
+    assert server.process.wait(60) == -signal.SIGTERM
 
 
 @pytest.mark.usefixtures("quick")
@@ -304,7 +342,7 @@ def test_what_a_killed_server_leaves_behind_is_ended_and_nothing_else(
             each.answer(0)
         threading.Timer(0.3, server.process.kill).start()
         assert not control.guard(server.pid, http_url=http_url, notes=notes)
-        server.process.wait(10)
+        server.process.wait(60)
         until(lambda: all(parent_of(pid) is None for pid in server.stubs))
         assert len(find_stubs(other.pid)) == 1
         assert (notes.wished, notes.live_songs) == (False, None)
@@ -329,18 +367,21 @@ def test_stubs_of_a_server_whose_threads_are_still_going_are_left_behind_too(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_unloaded_model_is_no_dead_stub(server: StandIn, http_url: str, tmp_path: Path) -> None:
+def test_an_unloaded_model_is_no_dead_stub(
+    server: StandIn, http_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Readiness.unready = {"dit"}
-    threading.Timer(0.2, server.kill_stub, ["dit"]).start()
-    threading.Timer(1.5, server.process.kill).start()
+    at_looks(monkeypatch, {1: lambda: server.kill_stub("dit"), 15: server.process.kill})
     assert not control.guard(
         server.pid, http_url=http_url, notes=DrainNotes(tmp_path, server.pid), last_answers_s=0.1
     )
+    # The stub was missed again and again, and each time the door said that its model is not there.
+    assert Readiness.asked.count("dit") > control._GUARD_LOOKS
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_guard_goes_with_its_server_and_takes_its_end_for_no_fault(
-    server: StandIn, tmp_path: Path
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an ordinary exit the stubs go first, when nobody says ready any more."""
     door = "http://127.0.0.1:9"  # nothing listens there
@@ -348,10 +389,8 @@ def test_the_guard_goes_with_its_server_and_takes_its_end_for_no_fault(
     def leave() -> None:
         for model in ("dit", "music3"):
             server.kill_stub(model)
-        time.sleep(0.5)
-        server.process.kill()
 
-    threading.Timer(0.2, leave).start()
+    at_looks(monkeypatch, {1: leave, 15: server.process.kill})
     assert not control.guard(
         server.pid, http_url=door, notes=DrainNotes(tmp_path, server.pid), last_answers_s=0.1
     )
@@ -372,4 +411,4 @@ def test_the_guard_ends_a_server_that_ignores_sigterm(
     assert deaf.stdout
     deaf.stdout.readline()
     control._end(deaf.pid)
-    assert deaf.wait(10) == -signal.SIGKILL
+    assert deaf.wait(60) == -signal.SIGKILL

@@ -51,6 +51,15 @@ def test_hash_and_noise_vectors(seed: int, position: int, column: int, hashed: i
     assert noise[0, column].item() == pytest.approx(gumbel, rel=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("seed", "position", "column", "hashed"),
+    [(1153769322, 7, 1023, 390523399), (1153769322, 24, 16384, 3048668828)],
+)
+def test_hash_vectors_of_later_draws(seed: int, position: int, column: int, hashed: int) -> None:
+    hashes = sampling.hash_draws(one(seed), one(position), C0_COLUMNS)
+    assert hashes[0, column].item() & 0xFFFFFFFF == hashed
+
+
 def test_hash_equals_mmh3_for_random_keys() -> None:
     rng = random.Random(1)
     seeds = [rng.getrandbits(64) for _ in range(500)]

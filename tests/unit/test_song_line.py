@@ -255,12 +255,12 @@ def test_a_call_over_the_limit_is_given_up(make_line: MakeLine) -> None:
 
 
 def test_a_song_may_wait_for_the_talkers_pages_longer_than_any_call_may_take(make_line: MakeLine) -> None:
-    stages = FakeStages(before=lambda call: time.sleep(0.1), not_yet=10)
+    stages = FakeStages(before=lambda call: time.sleep(0.1), not_yet=40)
     listener = FakeListener()
-    make_line(stage_limit_s=0.5).submit(job(frames=1), stages, listener)
+    make_line(stage_limit_s=3).submit(job(frames=1), stages, listener)
     until(lambda: listener.closed)
     assert listener.closed == [None]
-    assert stages.calls.count("next") == 10
+    assert stages.calls.count("next") == 40
 
 
 # ------------------------------------------------------------- open and closed

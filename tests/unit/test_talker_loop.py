@@ -56,7 +56,7 @@ class Asker:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -82,7 +82,6 @@ def test_an_ended_song_answers_who_waits_and_frees_its_place(make_loop: MakeLoop
     loop, first, second = make_loop(engine), Asker(), Asker()
     loop.start(1, plan(1, max_frames=2000), first)
     loop.start(2, plan(2, max_frames=3), second)
-    time.sleep(0.05)
     loop.end(1)
     assert "ended" in str(first.error())
     assert second.window().finish_reason == "length"
