@@ -1,6 +1,6 @@
 """What an operator does to a running server from beside it: drain it, or end it when it can't be repaired.
 
-    python -m python_backend_models.control drain [--stop]
+    python -m python_backend_models.control drain [--after S] [--stop]
     python -m python_backend_models.control guard PID HOST:HTTP_PORT
 
 The drain command and the `music3` process leave each other notes in a folder that both can write to, named
@@ -89,16 +89,22 @@ class DrainNotes:
             return None
 
 
-def drain(server_pid: int, *, folder: Path, timeout_s: float, stop: bool) -> int:
+def drain(server_pid: int, *, folder: Path, timeout_s: float, stop: bool, after_s: float = 0.0) -> int:
     """Have a server refuse new songs, and wait until the live ones are done.
 
     Args:
+        timeout_s: for the live ones, from the first refusal on.
         stop: end the server then.
+        after_s: go on taking songs for so long first: who sends them here may not have heard yet that this
+            server is about to end.
 
     Returns:
         DRAINED, NOT_YET when time is up, or NO_SERVER when nobody answers.
     """
     notes = DrainNotes(folder, server_pid)
+    if after_s > 0:
+        _say(f"server {server_pid} takes songs for {after_s:g} s more")
+        _wait(lambda: parent_of(server_pid) is None, timeout_s=after_s)
     notes.wish()
     started_s, told = time.monotonic(), None
     while parent_of(server_pid) is not None:
@@ -222,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     draining.add_argument("--timeout", metavar="S", type=float, default=600.0, help="default 600")
     draining.add_argument(
-        "--after", metavar="S", type=float, default=0.0, help="wait so long first: a balancer is to forget it"
+        "--after", metavar="S", type=float, default=0.0, help="take songs for so long first; default 0"
     )
     draining.add_argument("--stop", action="store_true", help="end the server then")
     draining.add_argument("--undo", action="store_true", help="accept songs again")
@@ -244,8 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.undo:
         DrainNotes(arguments.folder, found[0]).withdraw()
         return DRAINED
-    time.sleep(arguments.after)
-    return drain(found[0], folder=arguments.folder, timeout_s=arguments.timeout, stop=arguments.stop)
+    return drain(
+        found[0],
+        folder=arguments.folder,
+        timeout_s=arguments.timeout,
+        stop=arguments.stop,
+        after_s=arguments.after,
+    )
 
 
 def _say(text: str) -> None:

@@ -187,15 +187,16 @@ def test_commands_are_ones_that_the_modules_have(pod: Manifest, monkeypatch: pyt
     assert probe.main(commands["client.probe"]) == 0
     monkeypatch.setattr(control, "servers", lambda: [77])
     monkeypatch.setattr(
-        control, "drain", lambda pid, **options: asked.append((pid, options["timeout_s"])) or 0
+        control,
+        "drain",
+        lambda pid, **options: asked.append((pid, options["after_s"], options["timeout_s"])) or 0,
     )
-    monkeypatch.setattr(control.time, "sleep", lambda seconds: asked.append(f"waits {seconds:g} s"))
     assert control.main(commands["python_backend_models.control"]) == 0
     monkeypatch.setattr(checkpoint_report, "inspect_checkpoint", lambda root, **options: [])
     # Only the folder is missing here, which is what it says.
     assert checkpoint_report.main(commands["python_backend_models.checkpoint_report"]) == 1
     # First forgotten by the balancer, then drained: the other way round it would be sent songs to refuse.
-    assert asked == [10.0, "waits 40 s", (77, 900.0)]
+    assert asked == [10.0, (77, 40.0, 900.0)]
 
 
 def test_times_fit_each_other(pod: Manifest, server: Manifest) -> None:

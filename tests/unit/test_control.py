@@ -229,6 +229,36 @@ def test_a_server_that_does_not_answer_is_not_left_with_a_wish(
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_drain_may_begin_later(server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until then the server takes songs: a balancer may still send it some."""
+    notes, begun_s, wished_s = DrainNotes(tmp_path, server.pid), time.monotonic(), []
+
+    def play() -> None:
+        while not notes.wished:
+            time.sleep(0.01)
+        wished_s.append(time.monotonic() - begun_s)
+        notes.answer(0)
+
+    player = threading.Thread(target=play, daemon=True)
+    player.start()
+    assert (
+        control.main(["drain", "--pid", str(server.pid), "--folder", str(tmp_path), "--after", "1"])
+        == DRAINED
+    )
+    player.join(60)
+    assert wished_s[0] >= 1
+    assert "takes songs for 1 s more" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_server_that_goes_before_its_drain_is_not_waited_for(server: StandIn, tmp_path: Path) -> None:
+    server.process.kill()
+    server.process.wait()
+    assert control.drain(server.pid, folder=tmp_path, timeout_s=5, stop=False, after_s=1e6) == NO_SERVER
+    assert list(tmp_path.glob("music3-*")) == []
+
+
+@pytest.mark.usefixtures("quick")
 def test_drain_of_no_server_or_one_that_goes(server: StandIn, tmp_path: Path) -> None:
     assert control.drain(2**30, folder=tmp_path, timeout_s=300, stop=False) == NO_SERVER
     threading.Timer(0.3, server.process.kill).start()
