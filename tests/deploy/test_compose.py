@@ -1,6 +1,7 @@
 """The compose file against the compose specification, and what it starts against what there is."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
+from client.gateway import options
 from python_backend_models.settings import DitSettings, Music3Settings, TalkerSettings, read
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +18,8 @@ COMPOSE = ROOT / "deploy" / "compose.yaml"
 
 def interpolated(text: str) -> str:
     """The file as compose reads it: variables that are not set have their defaults, the others this value."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
-    return re.sub(r"\$\{\w+:\?[^}]*\}", "/path/to/checkpoint", text)
+    text = re.sub(r"(?<!\$)\$\{\w+:-([^}]*)\}", r"\1", text)
+    return re.sub(r"(?<!\$)\$\{\w+:\?[^}]*\}", "/path/to/checkpoint", text)
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +53,24 @@ def test_files_that_are_mounted_are_there(compose: dict[str, Any]) -> None:
         for volume in service.get("volumes", [])
         if volume.startswith(".")
     ]
-    assert len(mounted) == 3
+    assert len(mounted) == 4
     for path in mounted:
         assert (COMPOSE.parent / path).exists(), path
     prometheus = COMPOSE.parent / "prometheus"
     scrape = yaml.safe_load((prometheus / "prometheus.yml").read_text())
     assert all((prometheus / name).is_file() for name in scrape["rule_files"])
-    (job,) = scrape["scrape_configs"]
-    (target,) = job["static_configs"][0]["targets"]
-    host, port = target.split(":")
-    assert host in compose["services"]
-    assert any(each.endswith(f":{port}") for each in compose["services"][host]["ports"])
+    (target,) = scrape["scrape_configs"][0]["static_configs"][0]["targets"]
+    found = scrape["scrape_configs"][1]["dns_sd_configs"][0]
+    assert len(scrape["scrape_configs"]) == 2
+    for host, port in (target.split(":"), (*found["names"], found["port"])):
+        assert host in compose["services"]
+        assert any(each.endswith(f":{port}") for each in compose["services"][host]["ports"])
     provisioning = COMPOSE.parent / "grafana" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
     assert source["url"].removeprefix("http://").split(":")[0] in compose["services"]
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "music3.yml").read_text())["providers"]
-    dashboard = next(v for v in compose["services"]["grafana"]["volumes"] if "dashboard.json" in v)
-    assert dashboard.split(":")[1].startswith(provider["options"]["path"] + "/")
+    dashboards = [v.split(":")[1] for v in compose["services"]["grafana"]["volumes"] if ".json" in v]
+    assert sorted(dashboards) == [f"{provider['options']['path']}/{n}.json" for n in ("dashboard", "gateway")]
 
 
 def test_server_gets_a_gpu_shared_memory_and_time(compose: dict[str, Any]) -> None:
@@ -81,6 +84,29 @@ def test_server_gets_a_gpu_shared_memory_and_time(compose: dict[str, Any]) -> No
     grace_s = 60 * int(server["stop_grace_period"].removesuffix("m"))
     assert 360 < drain_s < grace_s
     assert server["read_only"]
+
+
+def test_gateway_wants_a_key_and_has_a_disk_for_whole_files(compose: dict[str, Any]) -> None:
+    gateway = compose["services"]["gateway"]
+    # Asked for there alone: whoever wants no gateway need not have a key.
+    assert gateway["environment"] == {"MUSIC3_GATEWAY_KEY": "${MUSIC3_GATEWAY_KEY:-}"}
+    tini, dashes, *entry = (part.replace("$$", "$") for part in gateway["entrypoint"])
+    assert (tini, dashes) == ("tini", "--")
+    entry = [part.replace("/app/.venv/bin/python", "echo python") for part in entry]
+    runs = [
+        subprocess.run(
+            [*entry, *gateway["command"]], env={"MUSIC3_GATEWAY_KEY": key}, capture_output=True, text=True
+        )
+        for key in ("", "secret")
+    ]
+    assert runs[0].returncode == 2
+    assert "MUSIC3_GATEWAY_KEY: set it to a key of your own" in runs[0].stderr
+    command = "-m client.gateway --host 0.0.0.0 --port 8080 --url server:8001"
+    assert (runs[1].returncode, runs[1].stdout) == (0, f"python {command}\n")
+    assert options.read(gateway["command"], {"MUSIC3_GATEWAY_KEY": "secret"}).keys == ("secret",)
+    assert "tmpfs" not in gateway
+    assert gateway["volumes"] == ["gateway:/tmp"]
+    assert "gateway" in compose["volumes"]
 
 
 def test_settings_are_settings(compose: dict[str, Any]) -> None:
