@@ -107,8 +107,8 @@ cmd_serve() {
   # A song holds a thread of the Python backend while it waits for a stage, and its chunks leave through others.
   local songs="${MUSIC3_MUSIC3_LIVE_SONGS:-${MUSIC3_LIVE_SONGS:-8}}"
   if [[ "$songs" =~ ^[0-9]{1,2}$ && "$*" != *thread-pool-size* ]]; then
-    songs="$((2 * 10#$songs + 16))"
-    arguments+=("--backend-config=python,thread-pool-size=$((songs > 32 ? songs : 32))")
+    local threads="$((2 * 10#$songs + 16))"
+    arguments+=("--backend-config=python,thread-pool-size=$((threads > 32 ? threads : 32))")
   fi
   export MUSIC3_CHECKPOINT="$checkpoint"
   # Of the server's own process, which keeps twice the memory otherwise; the models see to theirs.

@@ -17,7 +17,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client import wire
 from client.errors import Cancelled, ServerUnavailable
-from client.music3_client import LAST_WORD_S
 from client.wire import AudioEncoding, Chunk, Song, SongProgress, SongReader
 
 
@@ -190,7 +189,7 @@ class AsyncMusic3Client:
         self.cancel()
         await asyncio.sleep(0)  # what songs dropped just now have left for the loop to do
         if self._endings:
-            await asyncio.wait(self._endings, timeout=LAST_WORD_S)
+            await asyncio.wait(self._endings, timeout=wire.LAST_WORD_S)
         await self._channel.close()
 
     def _read_out(self, call: grpc.aio.UnaryStreamCall) -> None:

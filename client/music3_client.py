@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Final
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -21,9 +20,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from client import wire
 from client.errors import Cancelled, ServerUnavailable
 from client.wire import AudioEncoding, Chunk, Song, SongProgress, SongReader
-
-# How long closing a client waits for the ends of streams whose songs are whole: the last word is on its way.
-LAST_WORD_S: Final = 5.0
 
 
 class SongStream(Iterator[Chunk]):
@@ -199,7 +195,7 @@ class Music3Client:
     def close(self) -> None:
         """Cancel what is on its way and close the connection."""
         self.cancel()
-        deadline_s = time.monotonic() + LAST_WORD_S
+        deadline_s = time.monotonic() + wire.LAST_WORD_S
         for ending in list(self._endings):
             ending.join(max(0.0, deadline_s - time.monotonic()))
         self._channel.close()

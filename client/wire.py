@@ -27,6 +27,8 @@ AudioEncoding = Literal["f32", "s16"]
 
 DEFAULT_URL: Final = "localhost:8001"
 DEFAULT_MODEL: Final = "music3"
+# How long closing a client waits for the ends of streams whose songs are whole: the last word is on its way.
+LAST_WORD_S: Final = 5.0
 # A six-minute song may wait an hour for its turn with no byte sent, so no time-out stands by default;
 # a dead peer is found by a ping. Triton takes pings more often than every 300 s for abuse.
 CHANNEL_OPTIONS: Final = (

@@ -226,8 +226,8 @@ class FrameRunner:
             return _difference((eager[0],), (eager[1],), (replayed[0],), (replayed[1],))
         outcomes = []
         slots = list(range(lanes))
-        # Two pages lists, one per guidance row, and every song at another position in them: rows that wrote
-        # to the same place would leave it to the device whose value stays, and to chance whether runs agree.
+        # Two lists of pages, one per guidance row, and every song at another position in them: if rows wrote
+        # to the same place, the device would decide whose value stays, and chance whether two runs agree.
         per_row = pages_for(lanes, self.pool.page_tokens)
         pages = (self.pool.reserve(per_row), self.pool.reserve(per_row))
         for run in (self._frame_function, self._frame):

@@ -6,6 +6,7 @@ aborts. Messages are built here from the protocol alone, so that client and serv
 
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -176,3 +177,10 @@ def _add(
     output.name, output.datatype = name, datatype
     output.shape.extend(shape)
     response.raw_output_contents.append(raw)
+
+
+def one_chunk_then_nothing(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
+    """A script whose song hangs after its first chunk, until its client is gone."""
+    yield next(iter(song_messages(request)))
+    while context.is_active():
+        time.sleep(0.02)

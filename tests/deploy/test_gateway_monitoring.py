@@ -3,19 +3,17 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 import yaml
 
 from tests.client.fake_server import FakeServer
+from tests.expressions import DEPLOY, HISTOGRAM_PARTS, Page, check_expression, filled_in, read_page, selectors
 from tests.gateway.gateway import Gateway
 from tests.gateway.scripts import failing, nothing, whole
-from tests.triton import test_dashboard as servers
 from tests.triton.server import wait_until
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "gateway.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "gateway-alerts.yml").read_text())
 SCRAPES = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
@@ -25,8 +23,7 @@ def expressions() -> Iterator[tuple[str, str, str]]:
     """Where each expression is, the expression with variables filled in, the words that use its labels."""
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
-            text = target["expr"].replace("$__rate_interval", "1m").replace("$instance", ".*")
-            yield f"dashboard: {panel['title']}", text, target["legendFormat"]
+            yield f"dashboard: {panel['title']}", filled_in(target["expr"]), target["legendFormat"]
     for group in ALERTS["groups"]:
         for rule in group["rules"]:
             yield f"alert: {rule['alert']}", rule["expr"], " ".join(rule["annotations"].values())
@@ -36,7 +33,7 @@ EXPRESSIONS = list(expressions())
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> servers.Page:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """Metric names and their label sets, after a song, one that failed, and one too many."""
     log_path = tmp_path_factory.mktemp("gateway") / "gateway.log"
     with FakeServer(whole) as server, Gateway(server.url, "--max-songs", "1", log_path=log_path) as gateway:
@@ -50,31 +47,27 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> servers.Page:
         assert gateway.sing().status == 429
         text = gateway.ask("GET", "/metrics").body.decode()
         waiting.close()
-    found: servers.Page = {}
-    for line in text.splitlines():
-        if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
-            found.setdefault(match[1], []).append(dict(re.findall(r'(\w+)="([^"]*)"', match[2] or "")))
-    return found
+    return read_page(text)
 
 
 @pytest.mark.parametrize(("where", "text", "words"), EXPRESSIONS, ids=[where for where, _, _ in EXPRESSIONS])
-def test_expression_names_what_the_page_has(where: str, text: str, words: str, page: servers.Page) -> None:
-    servers.test_expression_names_what_the_page_has(where, text, page)
+def test_expression_names_what_the_page_has(where: str, text: str, words: str, page: Page) -> None:
+    check_expression(where, text, page)
     kept = set(re.findall(r"by \(([^)]*)\)", text)[0].split(", ")) if "by (" in text else {"instance"}
     assert set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", words)) <= kept
     # The job that the compose file's Prometheus has for it.
     assert set(re.findall(r'job="(\w+)"', text)) <= {scrape["job_name"] for scrape in SCRAPES}
 
 
-def test_every_metric_of_the_gateway_is_shown(page: servers.Page) -> None:
+def test_every_metric_of_the_gateway_is_shown(page: Page) -> None:
     own = {name for name in page if name.startswith("music3_gateway_")}
     shown = {
         selector.name
         for where, text, _ in EXPRESSIONS
         if where.startswith("dashboard")
-        for selector in servers.selectors(text)
+        for selector in selectors(text)
     }
-    assert {name for name in own if not name.endswith(servers.HISTOGRAM_PARTS)} == {
+    assert {name for name in own if not name.endswith(HISTOGRAM_PARTS)} == {
         name for name in shown if name.startswith("music3_gateway_")
     }
 

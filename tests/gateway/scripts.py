@@ -23,12 +23,6 @@ def nothing(request: Request, context: grpc.ServicerContext) -> Iterator[Message
     yield from ()
 
 
-def one_chunk(request: Request, context: grpc.ServicerContext) -> Iterator[Message]:
-    """The first chunk, then nothing."""
-    yield next(iter(song_messages(request)))
-    yield from nothing(request, context)
-
-
 def failing(code: grpc.StatusCode, text: str, *, after_chunks: int) -> Script:
     """A song that ends with a status after some chunks."""
 

@@ -18,10 +18,10 @@ from client.gateway import options
 from client.gateway.metrics import Metrics
 from client.gateway.options import Options
 from client.gateway.service import Service
-from tests.client.fake_server import FakeServer, read_inputs, song_audio
+from tests.client.fake_server import FakeServer, one_chunk_then_nothing, read_inputs, song_audio
 from tests.gateway.conftest import ALLOWED_ORIGIN, MakeGateway, StandIn
 from tests.gateway.gateway import CAPTION, LYRICS, Answer
-from tests.gateway.scripts import WARNING, failing, nothing, one_chunk, whole
+from tests.gateway.scripts import WARNING, failing, nothing, whole
 from tests.triton.server import wait_until
 
 MEDIA_TYPES = {
@@ -178,7 +178,7 @@ def test_time_limit(make_gateway: MakeGateway) -> None:
         # The first chunk of those that have one must come within it.
         gateway = make_gateway(server.url, "--time-limit-s", "4")
         assert gateway.sing().status == 504
-        server.script = one_chunk
+        server.script = one_chunk_then_nothing
         with ThreadPoolExecutor() as pool:
             file, stream, in_events = (
                 pool.submit(gateway.sing, **fields)
@@ -319,7 +319,7 @@ def test_bodies(make_gateway: MakeGateway) -> None:
 
 
 def test_too_many_songs(make_gateway: MakeGateway) -> None:
-    with FakeServer(one_chunk) as server:
+    with FakeServer(one_chunk_then_nothing) as server:
         gateway = make_gateway(server.url, "--max-songs", "2")
         held = []
         for _ in range(2):

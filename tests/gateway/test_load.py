@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.client.fake_server import FakeServer, Script, song_audio
+from tests.client.fake_server import FakeServer, Script, one_chunk_then_nothing, song_audio
 from tests.gateway.conftest import MakeGateway, StandIn
 from tests.gateway.gateway import CAPTION, LYRICS, Gateway
-from tests.gateway.scripts import Endless, Gated, nothing, one_chunk, whole
+from tests.gateway.scripts import Endless, Gated, nothing, whole
 from tests.triton.server import wait_until
 
 IDLE, STREAMING = 50, 8
@@ -45,7 +45,7 @@ def begin_raw(gateway: Gateway, **fields: object) -> socket.socket:
 
 
 @pytest.mark.parametrize("fields", DELIVERIES, ids=str)
-@pytest.mark.parametrize("script", [nothing, one_chunk], ids=["waiting", "being written"])
+@pytest.mark.parametrize("script", [nothing, one_chunk_then_nothing], ids=["waiting", "being written"])
 def test_a_reader_that_leaves_takes_its_song_with_it(
     stand_in: StandIn, script: Script, fields: dict[str, object]
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_reader_that_leaves_takes_its_song_with_it(
     server.script = script
     connection = begin(gateway, **fields)
     wait_until(lambda: len(server.requests) == 1, timeout_s=10, what="the song's request")
-    if script is one_chunk and fields:
+    if script is one_chunk_then_nothing and fields:
         assert connection.getresponse().read1(10)
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -185,7 +185,7 @@ def test_stopping_lets_songs_end(make_gateway: MakeGateway) -> None:
 
 
 def test_stopping_gives_up_songs_that_take_too_long(make_gateway: MakeGateway) -> None:
-    with FakeServer(one_chunk) as server:
+    with FakeServer(one_chunk_then_nothing) as server:
         gateway = make_gateway(server.url, "--drain-s", "1")
         answer = begin(gateway, stream=True).getresponse()
         assert answer.read1(10)
@@ -198,7 +198,7 @@ def test_stopping_gives_up_songs_that_take_too_long(make_gateway: MakeGateway) -
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_second_signal_ends_it_at_once(make_gateway: MakeGateway, number: signal.Signals) -> None:
-    with FakeServer(one_chunk) as server:
+    with FakeServer(one_chunk_then_nothing) as server:
         gateway = make_gateway(server.url)
         answer = begin(gateway, stream=True).getresponse()
         assert answer.read1(10)

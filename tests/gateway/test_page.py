@@ -15,10 +15,10 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from client.gateway.encoders import FORMATS
 from python_backend_models.cleaning import dropped_words
-from tests.client.fake_server import song_audio
+from tests.client.fake_server import one_chunk_then_nothing, song_audio
 from tests.gateway.conftest import MakeGateway, StandIn
 from tests.gateway.gateway import CAPTION, LYRICS, Gateway
-from tests.gateway.scripts import Gated, nothing, one_chunk
+from tests.gateway.scripts import Gated, nothing
 from tests.triton.server import TritonServer, wait_until
 
 CHROMIUM_OPTIONS = (
@@ -305,7 +305,7 @@ def test_problems_are_told(browser: Browser, stand_in: StandIn, make_gateway: Ma
         write(page, seconds=10, seed=5)
         page.get_by_role("button", name="Sing").click()
         expect(page.locator(".state")).to_have_text(re.compile("a valid key is needed"), timeout=SOON_MS)
-        stand_in.server.script = one_chunk
+        stand_in.server.script = one_chunk_then_nothing
         page.get_by_label("Key", exact=True).fill("open sesame")
         page.get_by_role("button", name="Sing").click()
         expect(page.locator(".take").first).to_have_attribute("data-state", "writing", timeout=SOON_MS)

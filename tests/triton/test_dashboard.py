@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import promql_parser
 import pytest
@@ -12,23 +11,24 @@ import yaml
 
 from client import Music3Client
 from tests.deploy.helm import call
-from tests.triton.server import ROOT, TritonServer
+from tests.expressions import (
+    DEPLOY,
+    GPU_LABELS,
+    HISTOGRAM_PARTS,
+    TARGET_LABELS,
+    Page,
+    check_expression,
+    filled_in,
+    nodes,
+    read_page,
+    selectors,
+)
+from tests.triton.server import TritonServer
 
-DEPLOY = ROOT / "deploy"
-# On the page only where there is a GPU: Triton's own, from its documentation of 24.10.
-GPU_METRICS = {"nv_gpu_utilization", "nv_gpu_memory_used_bytes", "nv_gpu_memory_total_bytes"}
-GPU_LABELS = {"gpu_uuid"}
-# What Prometheus itself adds: its own metric of a target, and the labels of a target.
-PROMETHEUS_METRICS = {"up"}
-TARGET_LABELS = {"instance", "job", "namespace"}
 # Totals that say nothing that another panel doesn't.
 NOT_SHOWN = {"music3_frames_total", "music3_talker_prefill_steps_total"}
 # For an alert alone.
 HEARTBEATS = {f"music3{stage}_published_total" for stage in ("", "_talker", "_dit", "_vocoder")}
-# The suffixes of a histogram, of which functions read the buckets alone.
-HISTOGRAM_PARTS = ("_sum", "_count")
-
-Page = dict[str, list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,7 @@ def page(server: TritonServer) -> Page:
     """Metric names and their label sets, after a song."""
     with Music3Client(server.grpc_url) as client:
         client.generate("folk", "[Verse]\nla", max_frames=10)
-    found: Page = {}
-    for line in server.metrics().splitlines():
-        if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-            found.setdefault(match[1], []).append(labels)
-    return found
+    return read_page(server.metrics())
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -49,8 +44,7 @@ def expressions() -> Iterator[tuple[str, str]]:
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
-            text = target["expr"].replace("$__rate_interval", "1m").replace("$instance", ".*")
-            yield f"dashboard: {panel['title']}", text
+            yield f"dashboard: {panel['title']}", filled_in(target["expr"])
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             yield f"alert: {rule['alert']}", rule["expr"]
@@ -70,17 +64,6 @@ def expressions() -> Iterator[tuple[str, str]]:
 EXPRESSIONS = list(expressions())
 
 
-def nodes(text: str) -> list[Any]:
-    """All nodes of an expression; raises ValueError for one that Prometheus would refuse."""
-    found: list[Any] = []
-    promql_parser.walk(promql_parser.parse(text), lambda node: found.append(node))
-    return found
-
-
-def selectors(text: str) -> list[Any]:
-    return [node for node in nodes(text) if isinstance(node, promql_parser.VectorSelector)]
-
-
 def test_there_are_expressions_of_every_kind() -> None:
     kinds = [where.split(":")[0] for where, _ in EXPRESSIONS]
     assert {kind: kinds.count(kind) for kind in ("dashboard", "alert", "hpa", "keda")} == {
@@ -93,31 +76,7 @@ def test_there_are_expressions_of_every_kind() -> None:
 
 @pytest.mark.parametrize(("where", "text"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
 def test_expression_names_what_the_page_has(where: str, text: str, page: Page) -> None:
-    chosen = selectors(text)
-    assert chosen
-    labels_there = set(TARGET_LABELS)
-    for selector in chosen:
-        if selector.name in GPU_METRICS:
-            labels_there |= GPU_LABELS
-            continue
-        if selector.name in PROMETHEUS_METRICS:
-            continue
-        assert selector.name in page, f"{where}: the page has no {selector.name}"
-        series = page[selector.name]
-        labels_there |= {label for labels in series for label in labels}
-        for matcher in selector.matchers.matchers:
-            if matcher.name in TARGET_LABELS:
-                continue
-            assert matcher.op == promql_parser.MatchOp.Equal
-            assert any(labels.get(matcher.name) == matcher.value for labels in series), (
-                f"{where}: no {selector.name} with {matcher.name}={matcher.value}"
-            )
-    for node in nodes(text):
-        if isinstance(node, promql_parser.AggregateExpr) and node.modifier:
-            assert set(node.modifier.labels) <= labels_there, where
-        if isinstance(node, promql_parser.Call) and node.func.name == "rate":
-            # A rate of a gauge is a number without a meaning.
-            assert node.args[0].vector_selector.name.endswith(("_total", "_bucket")), where
+    check_expression(where, text, page)
 
 
 def test_labels_in_texts_are_of_the_expressions() -> None:
@@ -134,7 +93,7 @@ def test_labels_in_texts_are_of_the_expressions() -> None:
             texts.append((rule["expr"], re.findall(r"\$labels\.(\w+)", words)))
     assert sum(len(labels) for _, labels in texts) > 15
     for text, labels in texts:
-        expression = text.replace("$__rate_interval", "1m")
+        expression = filled_in(text)
         aggregates = [node for node in nodes(expression) if isinstance(node, promql_parser.AggregateExpr)]
         by = {label for node in aggregates if node.modifier for label in node.modifier.labels}
         for label in labels:
@@ -154,9 +113,9 @@ def test_every_metric_of_this_project_is_shown_or_listed(page: Page) -> None:
 
 def test_the_check_finds_a_wrong_name(page: Page) -> None:
     with pytest.raises(AssertionError, match="the page has no music3_song_total"):
-        test_expression_names_what_the_page_has("here", "rate(music3_song_total[1m])", page)
+        check_expression("here", "rate(music3_song_total[1m])", page)
     with pytest.raises(AssertionError, match="outcome=lost"):
-        test_expression_names_what_the_page_has("here", 'rate(music3_songs_total{outcome="lost"}[1m])', page)
+        check_expression("here", 'rate(music3_songs_total{outcome="lost"}[1m])', page)
     with pytest.raises(ValueError, match="unclosed left parenthesis"):
         selectors("sum(rate(music3_songs_total[1m])")
 
